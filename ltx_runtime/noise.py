@@ -1,0 +1,93 @@
+"""Where the random numbers of a render come from: two conventions, both drawn before the loop, outside any capture.
+
+Source: transformer.md section 12.4 (reference), comfyui.md section 2.4 (ComfyUI).
+"""
+from __future__ import annotations
+
+import torch
+
+from .conditioning import TokenState
+from .errors import RequestError
+from .patchify import patchify_audio, patchify_video
+
+# The reference's ancestral loop seeds a second generator with this offset.
+ANCESTRAL_SEED_OFFSET = 10000
+
+Pair = tuple[torch.Tensor | None, torch.Tensor | None]
+NOISE_CONVENTIONS = ("comfyui", "reference")
+
+
+class ReferenceNoise:
+    """Token layout (B, N, C), appended tokens included, in the latent dtype, from generators on the compute device.
+
+    One object serves all stages of a render: the reference hands the same generator from stage to stage.
+    """
+
+    def __init__(self, seed: int, device: torch.device, dtype: torch.dtype):
+        self.latent_dtype = dtype
+        self._initial = torch.Generator(device).manual_seed(seed)
+        self._ancestral = torch.Generator(device).manual_seed(seed + ANCESTRAL_SEED_OFFSET)
+
+    def initial(self, video: TokenState | None, audio: TokenState | None) -> Pair:
+        """Start noise, video drawn before audio."""
+        return self._draw(self._initial, video), self._draw(self._initial, audio)
+
+    def step(self, video: TokenState | None, audio: TokenState | None) -> Pair:
+        """Noise of one ancestral step, video drawn before audio."""
+        return self._draw(self._ancestral, video), self._draw(self._ancestral, audio)
+
+    def _draw(self, generator: torch.Generator, state: TokenState | None) -> torch.Tensor | None:
+        if state is None:
+            return None
+        return torch.randn(state.initial.shape, generator=generator, device=generator.device, dtype=self.latent_dtype)
+
+
+class ComfyNoise:
+    """Bit-equal to ComfyUI's: start noise float32 on the CPU, latent layout, video then audio from one generator seeded
+    `seed`; ancestral noise one draw a step over the packed (video, audio) latent, on the latent's device, seeded `seed`
+    (`seed + 1` on the CPU).
+
+    start: noise that a NOISE socket made, (video (B,C,F,H,W) or None, audio (B,C,T,mel) or None), instead of the draw.
+    """
+
+    latent_dtype = torch.float32
+
+    def __init__(self, seed: int, device: torch.device, start: Pair | None = None):
+        self._seed = seed
+        self._device = device
+        self._start = start
+        self._ancestral = torch.Generator(device).manual_seed(seed + (1 if device.type == "cpu" else 0))
+
+    def initial(self, video: TokenState | None, audio: TokenState | None) -> Pair:
+        states = (video, audio)
+        if self._start is None:
+            generator = torch.Generator("cpu").manual_seed(self._seed)
+            drawn = [None if s is None else torch.randn(s.shape.as_tuple(), generator=generator) for s in states]
+        else:
+            drawn = list(self._start)
+        return self._tokens(drawn, states)
+
+    def step(self, video: TokenState | None, audio: TokenState | None) -> Pair:
+        states = (video, audio)
+        shapes = [None if s is None else s.shape.as_tuple() for s in states]
+        batch = next(shape[0] for shape in shapes if shape is not None)
+        sizes = [0 if shape is None else torch.Size(shape).numel() // batch for shape in shapes]
+        packed = torch.randn((batch, 1, sum(sizes)), generator=self._ancestral, device=self._device)
+        parts = packed.split(sizes, dim=-1)
+        return self._tokens([None if shape is None else part.reshape(shape) for part, shape in zip(parts, shapes)], states)
+
+    def _tokens(self, latents, states) -> Pair:
+        patchify = (patchify_video, patchify_audio)
+        tokens = []
+        for name, latent, state, to_tokens in zip(("video", "audio"), latents, states, patchify):
+            if state is None:
+                tokens.append(None)
+                continue
+            if latent is None or tuple(latent.shape) != state.shape.as_tuple():
+                shape = None if latent is None else tuple(latent.shape)
+                raise RequestError(
+                    f"the noise for {name} has shape {shape}, the {name} latent is {state.shape.as_tuple()}. "
+                    f"Connect a noise made for this latent, or none."
+                )
+            tokens.append(to_tokens(latent.to(self._device, torch.float32)).contiguous())
+        return tokens[0], tokens[1]
