@@ -1,0 +1,75 @@
+"""Exact temporal streaming: a clip goes through a stack of layers in chunks of frames and comes out as if it had gone whole.
+
+Every layer takes (x, memory, last). x holds the next frames of the clip, `last` says that no more will come, and memory
+holds what the layers still need of earlier frames. A whole clip is the stream of one chunk: first and last at once, and
+nothing is remembered. So there is one code path, and no state on the modules.
+
+Source: video_vae.md section 5.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class ClipMemory:
+    """What the layers remember of one clip. Make a new one for every clip.
+
+    Frames of a shape seen before are kept in the same buffer, so that in the steady state of a stream (equal chunks, none
+    of them first or last) every address is fixed and a chunk can be captured as a graph.
+    """
+
+    def __init__(self) -> None:
+        self._frames: dict[nn.Module, Tensor] = {}
+        self._started: set[nn.Module] = set()
+
+    def recall(self, layer: nn.Module) -> Tensor | None:
+        """The frames (B, C, n, H, W) that layer kept, or None at the start of the clip."""
+        return self._frames.get(layer)
+
+    def keep(self, layer: nn.Module, frames: Tensor) -> None:
+        """Copy frames (B, C, n, H, W) for layer's next chunk. Never aliases: a view would keep the whole chunk alive."""
+        kept = self._frames.get(layer)
+        if kept is not None and kept.shape == frames.shape:
+            kept.copy_(frames)
+        else:
+            self._frames[layer] = frames.clone(memory_format=torch.contiguous_format)
+
+    def is_first_time(self, layer: nn.Module) -> bool:
+        """True once a clip and layer."""
+        first = layer not in self._started
+        self._started.add(layer)
+        return first
+
+
+def run_in_chunks(layers: Sequence[tuple[nn.Module, int]], x: Tensor, chunk_frames: int) -> Iterator[Tensor]:
+    """Send a clip through layers and yield the output frames in order, in pieces of any length above zero.
+
+    layers: (layer, rate), rate = frames at the layer's input for one latent frame.
+    x: (B, C, F, H, W), the whole clip at the first layer's input.
+    chunk_frames: latent frames a chunk; no layer gets more than rate * chunk_frames frames at once. With chunk_frames no
+    smaller than the clip, every layer runs once and one piece comes out.
+
+    Depth first: a chunk goes as far as it can before the next one starts. The radius of the decoder is 13 latent frames, so
+    the end of a clip leaves the layers in a burst; splitting before every layer, not only at the input, keeps the burst at
+    chunk size too.
+    """
+    memory = ClipMemory()
+    waiting = [(0, x, True)]
+    del x
+    while waiting:
+        depth, frames, last = waiting.pop()
+        if depth == len(layers):
+            yield frames
+            continue
+        layer, rate = layers[depth]
+        limit = rate * chunk_frames
+        if frames.shape[2] > limit:
+            waiting.append((depth, frames[:, :, limit:], last))
+            frames, last = frames[:, :, :limit], False
+        frames = layer(frames, memory, last)
+        # An empty piece goes on only as the sign that the clip is over.
+        if frames.shape[2] or (last and depth + 1 < len(layers)):
+            waiting.append((depth + 1, frames, last))
