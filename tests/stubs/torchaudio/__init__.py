@@ -1,0 +1,3 @@
+from stub_modules import fill
+
+fill(__name__, "transforms", "functional")
