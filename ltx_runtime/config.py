@@ -1,8 +1,8 @@
 """Frozen configs of the models, read from a checkpoint's own config and checked against its tensors.
 
 A size comes from the config, a structural flag from the tensors: re-quantised files may claim tensors that they lack
-(transformer.md sections 2 and 18.16, video_vae.md sections 1 and 8). A known key with a value that this runtime does not
-implement is refused; an unknown key is ignored.
+(transformer.md sections 2 and 18.16, video_vae.md sections 1 and 8). A known key with a value that this runtime does
+not implement is refused; an unknown key is ignored.
 """
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ _TRANSFORMER_FIXED: Mapping[str, Any] = {
     "frequencies_precision": "float64",
 }
 
-# Settings that no tensor shows. Code defaults differ from every published value (the a2v timestep scale defaults to 1,
-# transformer.md section 18.7), so a config without one of them is refused instead of guessed.
-_TRANSFORMER_REQUIRED = (
+_TRANSFORMER_SIZES = (
     "num_layers",
     "num_attention_heads",
     "attention_head_dim",
@@ -53,6 +51,11 @@ _TRANSFORMER_REQUIRED = (
     "audio_attention_head_dim",
     "cross_attention_dim",
     "audio_cross_attention_dim",
+)
+# Settings that no tensor shows. Code defaults differ from every published value (the a2v timestep scale defaults to 1,
+# transformer.md section 18.7), so a config without one of them is refused instead of guessed.
+_TRANSFORMER_REQUIRED = (
+    *_TRANSFORMER_SIZES,
     "positional_embedding_theta",
     "positional_embedding_max_pos",
     "audio_positional_embedding_max_pos",
@@ -198,20 +201,23 @@ class TransformerConfig:
     def from_shapes(
         cls, config: Mapping[str, Any], shapes: Shapes, *, model_version: str | None = None, source: str = "config"
     ) -> TransformerConfig:
-        """The same from plain values: config is the file's parsed JSON (nested under "transformer" or flat), shapes maps
-        tensor names without prefix to sizes, source names the file in errors."""
+        """The same from plain values.
+
+        config: the file's parsed JSON, nested under "transformer" or flat.
+        shapes: tensor names without prefix -> sizes. source names the file in errors.
+        """
+        _refuse_other_table_rows(shapes, source)
         settings = _section(config, "transformer", "num_layers")
         if settings is None:
             settings = {**_TRANSFORMER_PUBLISHED, **_transformer_sizes(shapes, source)}
         else:
             _require_keys(settings, _TRANSFORMER_REQUIRED, source, "transformer")
         _refuse_other_values(settings, _TRANSFORMER_FIXED, source, "transformer")
+        _require_sizes(settings, _TRANSFORMER_SIZES, source)
         if model_version is None:
             # 2.5 dropped the video feed-forward bias; nothing else in a bare file tells the two apart.
             model_version = "2.3.0" if "transformer_blocks.0.ff.net.0.proj.bias" in shapes else "2.5.0"
         _generation(model_version, source)
-        _refuse_other_table_rows(shapes, source)
-
         in_channels = settings.get("in_channels", _size(shapes, "patchify_proj.weight", 1, source))
         return cls(
             num_layers=settings["num_layers"],
@@ -247,8 +253,8 @@ class ConvVAEConfig:
     """The convolutional video VAE (video_vae.md sections 2-4).
 
     encoder_blocks and decoder_blocks are (kind, options) pairs as in the file, both in encoder order: the decoder walks
-    its list backwards. Kinds: res_x with num_layers; compress_{space,time,all} (decoder) and the same with _res (encoder)
-    with multiplier.
+    its list backwards. Kinds: res_x with num_layers; compress_{space,time,all} (decoder), or the same with _res
+    appended (encoder), with multiplier.
     """
 
     latent_channels: int
@@ -292,6 +298,7 @@ class ConvVAEConfig:
             }
         _require_keys(settings, _VAE_REQUIRED, source, "vae")
         _refuse_other_values(settings, _VAE_FIXED, source, "vae")
+        _require_sizes(settings, ("latent_channels", "patch_size"), source)
         return cls(
             latent_channels=settings["latent_channels"],
             encoder_base_channels=settings.get("encoder_base_channels", 128),
@@ -321,8 +328,16 @@ def _require_keys(settings: Mapping[str, Any], keys: tuple[str, ...], source: st
         )
 
 
+def _require_sizes(settings: Mapping[str, Any], keys: tuple[str, ...], source: str) -> None:
+    for key in keys:
+        if not isinstance(settings[key], int) or settings[key] < 1:
+            raise CheckpointError(f"{source}: config {key} is {settings[key]!r}, expected a positive integer.")
+
+
 def _refuse_other_values(settings: Mapping[str, Any], fixed: Mapping[str, Any], source: str, section: str) -> None:
-    wrong = [f"{key}={settings[key]!r} (need {value!r})" for key, value in fixed.items() if settings.get(key, value) != value]
+    wrong = [
+        f"{key}={settings[key]!r} (need {value!r})" for key, value in fixed.items() if settings.get(key, value) != value
+    ]
     if wrong:
         raise CheckpointError(
             f"{source}: its {section} config asks for what this runtime does not implement: {'; '.join(wrong)}. "
@@ -331,7 +346,7 @@ def _refuse_other_values(settings: Mapping[str, Any], fixed: Mapping[str, Any], 
 
 
 def _refuse_other_table_rows(shapes: Shapes, source: str) -> None:
-    """9 modulation rows a block mark 2.3 and 2.5; 6 rows are the 2.0 generation, whose text attention is unmodulated."""
+    """9 modulation rows a block mark 2.3 and 2.5; 6 rows mark 2.0, whose text attention is not modulated."""
     name = "transformer_blocks.0.scale_shift_table"
     rows = _size(shapes, name, 0, source)
     if rows != 9:
