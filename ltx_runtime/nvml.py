@@ -1,0 +1,168 @@
+"""GPU utilisation from NVML, sampled in the background while a node works.
+
+Called through ctypes on the driver's own library, so no Python package is needed and any NVIDIA machine has it.
+
+What the number means: NVML's `utilization.gpu` is the share of the driver's last sampling window (between 1/6 s and 1 s,
+by product) in which at least one kernel ran. Samples are taken faster than that so that a change is seen early, but
+neighbouring samples share a window: a phase shorter than a second also shows what ran before it, and gaps between
+kernels of a few ms do not show at all. It is a cross-check on long phases; `gpu_ms` of the phase log is the measurement.
+"""
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+import threading
+import time
+from typing import Callable
+
+import torch
+
+log = logging.getLogger("ltxgraph")
+
+PERIOD_S = 0.02
+_BUFFER_BYTES = 96  # longest UUID text is "MIG-" or "GPU-" and 36 characters
+
+
+class NVMLError(RuntimeError):
+    """NVML is absent or refuses; the message says why."""
+
+
+class _Utilization(ctypes.Structure):
+    _fields_ = [("gpu", ctypes.c_uint), ("memory", ctypes.c_uint)]  # nvmlUtilization_t, percent
+
+
+class NVMLDevice:
+    """The NVML handle of one torch CUDA device, found by the UUID that the CUDA runtime reports for it, so that
+    CUDA_VISIBLE_DEVICES and a different device order can't lead to a neighbour's card.
+
+    Raises NVMLError where the library, the device or the counter is not there (no NVIDIA driver, ROCm, a MIG slice).
+    """
+
+    def __init__(self, device: torch.device):
+        self._library = _load_library()
+        self._call("nvmlInit_v2")
+        self._handle = ctypes.c_void_p()
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        try:
+            self._call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(self._handle))
+            self.utilization()
+        except NVMLError:
+            self.close()
+            raise
+
+    def utilization(self) -> tuple[int, int]:
+        """(gpu, memory) in percent: time with a kernel running, time with device memory being read or written."""
+        rates = _Utilization()
+        self._call("nvmlDeviceGetUtilizationRates", self._handle, ctypes.byref(rates))
+        return rates.gpu, rates.memory
+
+    def uuid(self) -> str:
+        buffer = ctypes.create_string_buffer(_BUFFER_BYTES)
+        self._call("nvmlDeviceGetUUID", self._handle, buffer, ctypes.c_uint(_BUFFER_BYTES))
+        return buffer.value.decode()
+
+    def close(self) -> None:
+        self._call("nvmlShutdown")
+
+    def _call(self, name: str, *args) -> None:
+        code = getattr(self._library, name)(*args)
+        if code != 0:
+            describe = self._library.nvmlErrorString
+            describe.restype = ctypes.c_char_p
+            raise NVMLError(f"{name}: {describe(code).decode()}")
+
+
+class UtilizationSampler:
+    """Samples one device's utilisation every PERIOD_S between `start` and `stop`, in a daemon thread.
+
+    The thread only talks to NVML, which is safe beside a graph capture (cuda_graph_facts.md section 2). Without NVML
+    there are no samples and `reason` says why; nothing is raised.
+    open_device: what to sample; a context-free factory of an object with `utilization()` and `close()`.
+    """
+
+    def __init__(self, device: torch.device, open_device: Callable[[torch.device], NVMLDevice] = NVMLDevice):
+        self.reason: str | None = None if device.type == "cuda" else "no CUDA device"
+        self._device = device
+        self._open_device = open_device
+        self._lock = threading.Lock()
+        self._samples: list[tuple[int, int, int]] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._reading = False
+
+    @property
+    def samples(self) -> list[tuple[int, int, int]]:
+        """(time.perf_counter_ns, gpu percent, memory percent) of every sample so far."""
+        with self._lock:
+            return list(self._samples)
+
+    def start(self) -> None:
+        """Begin sampling. Opening NVML takes some ms, so the thread does it; a first failure is final."""
+        if self.reason is not None or self._thread is not None:
+            return
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._run, name="ltxgraph-nvml", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        if self._thread is None:
+            return
+        self._stop.set()
+        self._thread.join()
+        self._thread = None
+
+    def window(self, start_ns: int, end_ns: int) -> dict | None:
+        """Utilisation between two host times: util_mean (0..1), util_zero_share (share of samples at 0 %), samples.
+
+        None where nothing was sampling. Means are None when no sample fell inside (a phase shorter than the period).
+        """
+        inside = []
+        with self._lock:
+            for at, gpu, _ in reversed(self._samples):
+                if at < start_ns:
+                    break
+                if at <= end_ns:
+                    inside.append(gpu)
+            if not inside and not self._reading:
+                return None
+        if not inside:
+            return {"util_mean": None, "util_zero_share": None, "samples": 0}
+        return {
+            "util_mean": round(sum(inside) / len(inside) / 100, 4),
+            "util_zero_share": round(inside.count(0) / len(inside), 4),
+            "samples": len(inside),
+        }
+
+    def _run(self) -> None:
+        try:
+            device = self._open_device(self._device)
+        except NVMLError as error:
+            self._give_up(error)
+            return
+        self._reading = True
+        try:
+            while not self._stop.is_set():
+                gpu, memory = device.utilization()
+                with self._lock:
+                    self._samples.append((time.perf_counter_ns(), gpu, memory))
+                self._stop.wait(PERIOD_S)
+        except NVMLError as error:
+            self._give_up(error)
+        finally:
+            self._reading = False
+            device.close()
+
+    def _give_up(self, error: NVMLError) -> None:
+        self.reason = str(error)
+        log.info("ltxgraph: NVML utilisation is not available (%s)", error)
+
+
+def _load_library() -> ctypes.CDLL:
+    if torch.version.cuda is None:
+        raise NVMLError("this torch is not built for NVIDIA GPUs")
+    name = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
+    try:
+        return ctypes.CDLL(name)
+    except OSError as error:
+        raise NVMLError(f"{name} can't be loaded: {error}") from error
