@@ -16,6 +16,7 @@ from torch import Tensor
 from .errors import RequestError, ShapeError
 from .patchify import audio_positions, frame_positions, patchify_audio, patchify_video, video_positions
 from .shapes import AudioLatentShape, VideoLatentShape
+from .tensor_tree import map_tensors
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,10 @@ class TokenState:
     @property
     def tokens(self) -> int:
         return self.initial.shape[1]
+
+    def to(self, device: torch.device | str) -> TokenState:
+        """The same state on another device."""
+        return map_tensors(lambda name, tensor: tensor.to(device), self)
 
 
 def text_to_video_state(

@@ -38,7 +38,7 @@ class ForwardConstants:
     audio: StreamConstants | None
     perturbation_modes: tuple[tuple[str, ...], ...] | None  # [kind][layer]: "keep", "skip" (all samples) or "mix"
     perturbation_keep: Tensor | None  # (kinds, layers, B, 1, 1, 1), 1 = keep; only when some mode is "mix"
-    per_sample_sigma: bool  # noise levels are laid out per sample: U = B * M
+    num_sigmas: int  # a step takes this many: 1, or B (the U noise levels are then laid out per sample, U = B * M)
     compatibility: str  # "reference" or "comfyui" (transformer.md sections 18.1 to 18.3)
 
     def perturbation(self, kind: str, layer: int) -> tuple[bool, Tensor | None]:

@@ -162,23 +162,23 @@ class LTXTransformer(nn.Module):
             audio=stream(audio, audio_sizes, audio_context, audio_enabled),
             perturbation_modes=modes,
             perturbation_keep=keep,
-            per_sample_sigma=per_sample_sigma,
+            num_sigmas=batch if per_sample_sigma else 1,
             compatibility=compatibility,
         )
 
     def modulation(
-        self, constants: ForwardConstants, sigma_video: Tensor | None, sigma_audio: Tensor | None
+        self, constants: ForwardConstants, sigma: Tensor, sigma_audio: Tensor | None = None
     ) -> StepModulation:
-        """AdaLN rows of one step for all blocks (section 6), per distinct noise level. No host sync.
+        """AdaLN rows of one step for all blocks (section 6), per distinct noise level. Runs before the loop.
 
-        sigma_*: float32 of 1 element, or B with per_sample_sigma; None where the stream is absent. A frozen stream (given
-        sound) has denoise mask 0 and sigma 0.
-        Raises ShapeError for another number of sigmas.
+        sigma: float32 of 1 element, or B with per_sample_sigma, of both streams; of video only when sigma_audio is
+        given. A frozen stream (given sound) has denoise mask 0 and sigma 0. Raises ShapeError for another number of sigmas.
         """
         sigmas = {}
-        for name, stream, sigma in (("video", constants.video, sigma_video), ("audio", constants.audio, sigma_audio)):
-            if stream is not None:
-                sigmas[name] = self._sigma(name, sigma, constants)
+        if constants.video is not None:
+            sigmas["video"] = self._sigma(sigma, constants)
+        if constants.audio is not None:
+            sigmas["audio"] = self._sigma(sigma if sigma_audio is None else sigma_audio, constants)
         both = len(sigmas) == 2
         # The scalar level of each stream, which modulates its prompt and gates the other stream's cross attention.
         scalars, gates = dict(sigmas), dict(sigmas)
@@ -193,7 +193,7 @@ class LTXTransformer(nn.Module):
         video = audio = None
         if constants.video is not None:
             video = self._stream_modulation(
-                levels=self._levels(sigmas["video"], constants.video, constants),
+                levels=_levels(sigmas["video"], constants.video),
                 scalar=scalars["video"],
                 gate=gates["audio"] if both else None,
                 adaln=self.adaln_single,
@@ -207,7 +207,7 @@ class LTXTransformer(nn.Module):
             )
         if constants.audio is not None:
             audio = self._stream_modulation(
-                levels=self._levels(sigmas["audio"], constants.audio, constants),
+                levels=_levels(sigmas["audio"], constants.audio),
                 scalar=scalars["audio"],
                 gate=gates["video"] if both else None,
                 adaln=self.audio_adaln_single,
@@ -324,19 +324,14 @@ class LTXTransformer(nn.Module):
             return modes, keep.to(self.device, self.dtype)[..., None, None, None]
         return modes, None
 
-    def _sigma(self, name: str, sigma: Tensor | None, constants: ForwardConstants) -> Tensor:
-        """(1,) or (B,) float32 on the device."""
-        if sigma is None:
-            raise RequestError(f"the {name} stream is present but has no sigma for this step.")
-        sigma = torch.as_tensor(sigma).to(self.device, torch.float32).reshape(-1)
-        if sigma.numel() != 1 and not constants.per_sample_sigma:
-            raise ShapeError(f"{sigma.numel()} {name} sigmas for a step that was prepared for one. Set per_sample_sigma.")
+    def _sigma(self, sigma: Tensor, constants: ForwardConstants) -> Tensor:
+        """(num_sigmas,) float32 on the device."""
+        sigma = sigma.to(self.device, torch.float32).reshape(-1)
+        if sigma.numel() != constants.num_sigmas:
+            raise ShapeError(
+                f"{sigma.numel()} sigmas for a step that was prepared for {constants.num_sigmas} (see per_sample_sigma)."
+            )
         return sigma
-
-    @staticmethod
-    def _levels(sigma: Tensor, stream: StreamConstants, constants: ForwardConstants) -> Tensor:
-        """Distinct noise levels (U,) in the order that timestep_index points into."""
-        return (sigma[:, None] * stream.mask_values).flatten()
 
     def _stream_modulation(
         self,
@@ -396,6 +391,11 @@ def _perturbation_mode(keep: list[float]) -> str:
 def _shared(tensor: Tensor) -> Tensor:
     """One batch entry where all are equal: it broadcasts, and moves fewer bytes every step."""
     return tensor[:1] if bool((tensor == tensor[:1]).all()) else tensor
+
+
+def _levels(sigma: Tensor, stream: StreamConstants) -> Tensor:
+    """Distinct noise levels (U,), in the order that timestep_index points into."""
+    return (sigma[:, None] * stream.mask_values).flatten()
 
 
 def _noise_levels(mask: Tensor, per_sample_sigma: bool) -> tuple[Tensor, Tensor | None]:
