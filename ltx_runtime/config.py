@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Mapping
 
+import torch
+
 from .errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -309,6 +311,12 @@ class ConvVAEConfig:
             causal_decoder=bool(settings.get("causal_decoder", False)),
             model_version=model_version or "2.5.0",
         )
+
+
+def published_dtype(tensor_name: str) -> torch.dtype:
+    """The dtype in which published files hold a tensor: float32 modulation tables, bfloat16 for all else
+    (transformer.md section 1). A file may differ; the loader honours the file."""
+    return torch.float32 if "scale_shift_table" in tensor_name else torch.bfloat16
 
 
 def _section(config: Mapping[str, Any], name: str, flat_mark: str) -> Mapping[str, Any] | None:
