@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from .errors import CaptureError
+from .errors import CaptureError, RestartRequiredError
 from .tensor_tree import map_tensors, named_tensors, static_values
 
 # Called with a phase name of the log, gives the context manager to run that part in.
@@ -146,6 +146,7 @@ class GraphCache:
         self.max_graphs = max_graphs
         self.counters = GraphCounters()
         self._steps: OrderedDict[GraphKey, GraphedStep] = OrderedDict()
+        self.measurements: dict[GraphKey, Any] = {}
         self._failed: dict[GraphKey, tuple[int, str]] = {}
         self._stream: torch.cuda.Stream | None = None
 
@@ -387,14 +388,16 @@ def _first_replay(graph, outputs, device):
 
 
 def _check_health(device) -> None:
-    """A small eager computation and a random draw. Raises CaptureError asking for a restart when the process can't go on."""
+    """A small eager computation and a random draw. Raises RestartRequiredError when the process can't go on."""
     try:
         probe = torch.ones(64, 64, device=device)
         healthy = float((probe @ probe).sum()) == 64.0**3 and bool(torch.randn(8, device=device).isfinite().all())
     except RuntimeError as error:
-        raise CaptureError(f"restart ComfyUI: after a failed capture this process can't use the GPU any more ({error})") from None
+        raise RestartRequiredError(
+            f"restart ComfyUI: after a failed capture this process can't use the GPU any more ({error})"
+        ) from None
     if not healthy:
-        raise CaptureError("restart ComfyUI: after a failed capture this process computes wrong results")
+        raise RestartRequiredError("restart ComfyUI: after a failed capture this process computes wrong results")
 
 
 @contextlib.contextmanager

@@ -21,6 +21,10 @@ class CaptureError(LTXError):
     """A CUDA graph could not be captured or replayed."""
 
 
+class RestartRequiredError(CaptureError):
+    """A failed capture left the process unable to use the GPU. No frames may be returned; the message says to restart."""
+
+
 class NonFiniteError(LTXError):
     """NaN or Inf appeared in a phase.
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .transformer.model import ForwardConstants, LTXTransformer, StepModulation
+from .transformer.inputs import ForwardConstants, StepModulation
+from .transformer.model import LTXTransformer
 
 
 @dataclass(frozen=True)

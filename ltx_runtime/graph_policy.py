@@ -1,0 +1,63 @@
+"""When capturing a step pays: a pure decision from measured numbers.
+
+Source: design.md section 6; costs of a capture from cuda_graph_facts.md section 7.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# A replayed step still has launch gaps and the copies at its edge: measured 3-9 % over the kernels' own time (H200, S0-S1).
+_REPLAY_OVERHEAD = 1.05
+# Below this gain per step the decision would rest on noise.
+_MINIMUM_GAIN = 1.05
+
+
+@dataclass(frozen=True)
+class BusyMeasurement:
+    """Eager steps of one key, milliseconds. wall_ms: unprofiled step, synchronised at both ends. gpu_ms: union of the
+    intervals in which kernels ran (CUPTI). launches: kernels of a step."""
+
+    wall_ms: float
+    gpu_ms: float
+    launches: int
+
+    @property
+    def gpu_busy(self) -> float:
+        return min(self.gpu_ms / self.wall_ms, 1.0)
+
+    @property
+    def predicted_replay_ms(self) -> float:
+        return min(self.gpu_ms * _REPLAY_OVERHEAD, self.wall_ms)
+
+    @property
+    def predicted_capture_ms(self) -> float:
+        """One warm-up pass, one recording pass that runs at the host's pace, and instantiation (about 10 us a node)."""
+        return 2 * self.wall_ms + 0.01 * self.launches
+
+
+@dataclass(frozen=True)
+class Decision:
+    """capture: whether to. words: the reasoning with its numbers, for report and log."""
+
+    capture: bool
+    words: str
+
+
+def decide(measurement: BusyMeasurement, remaining_steps: int, *, seen_before: bool) -> Decision:
+    """Capture when it pays within this render's remaining steps, or when the key comes back (seen_before) and a replayed
+    step is faster at all."""
+    saved = measurement.wall_ms - measurement.predicted_replay_ms
+    gain = measurement.wall_ms / measurement.predicted_replay_ms
+    busy = f"{measurement.gpu_busy:.0%} busy ({measurement.gpu_ms:.1f} of {measurement.wall_ms:.1f} ms)"
+    if gain < _MINIMUM_GAIN:
+        return Decision(False, f"{busy}: capture would gain at most {measurement.wall_ms / measurement.gpu_ms:.2f}x, not captured")
+    break_even = measurement.predicted_capture_ms / saved
+    cost = (
+        f"capture costs about {measurement.predicted_capture_ms:.0f} ms and saves about {saved:.1f} ms a step ({gain:.2f}x): "
+        f"pays after {break_even:.0f} steps"
+    )
+    if remaining_steps > break_even:
+        return Decision(True, f"{busy}: {cost}, {remaining_steps} remain, captured")
+    if seen_before:
+        return Decision(True, f"{busy}: {cost}, {remaining_steps} remain, but this shape came back, captured")
+    return Decision(False, f"{busy}: {cost}, only {remaining_steps} remain, not captured; a next render of this shape will")

@@ -1,0 +1,243 @@
+"""Runs the steps of one render, eager or by replay, one step ahead of the host's wait, and keeps the account of it.
+
+The host issues step i, then waits for step i-1: the GPU never drains, and progress and cancel stay within one step of the
+truth (a replay returns at once, so without this wait they would lie).
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .cuda_graph import GraphedStep, GraphKey, allocator_backend, unavailable_reason
+from .errors import CaptureError, NonFiniteError, RestartRequiredError
+from .gpu_activity import measure_gpu_busy
+from .graph_policy import BusyMeasurement, decide
+from .steps import StepConstants, StepInputs, StepOutputs, denoise_step
+from .timing import Phase, Timeline
+
+if TYPE_CHECKING:
+    from .runtime import TransformerModel
+
+CUDA_GRAPH_MODES = ("auto", "on", "off")
+ON_CAPTURE_FAILURE = ("eager", "error")
+
+# auto: step 0 meets cold kernels, step 1 is timed with the device idle at both ends, step 2 runs under the profiler.
+_TIMED_STEP, _MEASURED_STEP = 1, 2
+
+
+@dataclass
+class _InFlight:
+    """A step that was issued and not yet waited for. replay_events: CUDA events around a replay."""
+
+    index: int
+    phase: Phase
+    probe: torch.Tensor
+    replay_events: tuple[torch.cuda.Event, torch.cuda.Event] | None
+
+
+class StepRunner:
+    """One render's steps. Call `run` for every step, then `finish`; `account` tells what happened.
+
+    on_finished(index): called when the host has seen step `index` end.
+    Raises CaptureError at construction or in `run` with on_capture_failure "error", RestartRequiredError whenever the
+    process can't go on, NonFiniteError when a step's result isn't finite.
+    """
+
+    def __init__(
+        self,
+        model: TransformerModel,
+        constants: StepConstants,
+        total_steps: int,
+        timeline: Timeline,
+        *,
+        cuda_graph: str,
+        on_capture_failure: str,
+        on_finished: Callable[[int], None],
+    ):
+        self._model = model
+        self._constants = constants
+        self._total = total_steps
+        self._timeline = timeline
+        self._raise_failures = on_capture_failure == "error"
+        self._on_finished = on_finished
+        self._cuda = model.device.type == "cuda"
+        self._in_flight: _InFlight | None = None
+        self._recording: GraphedStep | None = None
+        self._key: GraphKey | None = None
+        self._timed_ms = 0.0
+        self._streams = [n for n, s in (("video", constants.forward.video), ("audio", constants.forward.audio)) if s is not None]
+        # The finite flags leave the device through pinned memory, so that reading them never waits for more than their step.
+        self._probes = torch.empty(total_steps, len(self._streams), pin_memory=self._cuda)
+
+        self.account: dict = {"requested": cuda_graph, "mode": "eager", "decision": "", "steps": []}
+        self._measuring = False
+        self._capture_at = -1
+        if cuda_graph == "off":
+            self.account["decision"] = "off: eager"
+        elif reason := unavailable_reason(model.device):
+            self._give_up(reason)
+        elif cuda_graph == "on":
+            self._capture_at = 0
+            self.account["decision"] = "on: captured at first use of a shape, replayed after"
+        else:
+            self._measuring = True
+            self.account["decision"] = f"auto: not measured, a render of {total_steps} steps is too short"
+
+    def run(self, index: int, inputs: StepInputs) -> StepOutputs:
+        """Issue step `index` and wait for the one before it. The outputs may be a recording's own buffers: valid until the
+        next `run`."""
+        if self._key is None and self.account["requested"] != "off" and (self._capture_at == 0 or self._measuring):
+            self._look_up(inputs)
+        if self._recording is None and index == self._capture_at:
+            outputs = self._capture(index, inputs)
+            if outputs is not None:
+                return outputs
+        if self._recording is not None:
+            return self._replay(index, inputs)
+        if self._measuring and index == _MEASURED_STEP:
+            return self._measure(index, inputs)
+        return self._eager(index, inputs)
+
+    def finish(self) -> None:
+        """Wait for the last step."""
+        self._drain()
+        if self._recording is not None:
+            self._recording.forget_constants()
+        graphs = self._model.graphs
+        self.account |= {
+            "allocator": allocator_backend(),
+            "graphs": len(graphs),
+            "graph_bytes": graphs.device_bytes,
+            "counters": {k: v for k, v in vars(graphs.counters).items() if k != "last_miss"},
+        }
+
+    def _look_up(self, inputs: StepInputs) -> None:
+        graphs = self._model.graphs
+        self._key = GraphKey.of((self._constants, inputs), weight_generation=self._model.generation)
+        self._recording = graphs.find(self._key)
+        if self._recording is not None:
+            self.account["decision"] = "replayed: this shape was captured before"
+            self._measuring = False
+            return
+        self.account["missed"] = list(graphs.counters.last_miss)
+        if refusal := graphs.refusal(self._key):
+            self._give_up(refusal)
+        elif self._measuring and (known := graphs.measurements.get(self._key)):
+            self._decide(known, at_step=0, seen_before=True)
+
+    def _decide(self, measurement: BusyMeasurement, *, at_step: int, seen_before: bool) -> None:
+        self._measuring = False
+        decision = decide(measurement, self._total - at_step, seen_before=seen_before)
+        self.account["decision"] = f"auto: {decision.words}"
+        self.account["measured"] = vars(measurement) | {"gpu_busy": measurement.gpu_busy}
+        self._timeline.note("sample.measure", self.account["decision"])
+        if decision.capture:
+            self._capture_at = at_step
+
+    def _give_up(self, reason: str) -> None:
+        """Go on eager, or raise when the user asked for that."""
+        self._measuring, self._capture_at = False, -1
+        self.account["fallback"] = reason
+        self.account["decision"] = f"eager: {reason}"
+        if self._raise_failures:
+            raise CaptureError(
+                f"no CUDA graph: {reason}. on_capture_failure is 'error'; set it to 'eager', or cuda_graph to 'off', to render anyway."
+            )
+        self._timeline.note("sample.capture", self.account["decision"])
+
+    def _step(self, constants: StepConstants, inputs: StepInputs) -> StepOutputs:
+        return denoise_step(self._model.module, constants, inputs)
+
+    def _capture(self, index: int, inputs: StepInputs) -> StepOutputs | None:
+        """Capture, and take the first replay as this step. None: capture failed, the step is still to run."""
+        self._drain()
+        try:
+            self._recording, outputs = self._model.graphs.capture(
+                self._key, self._step, self._constants, inputs, lambda name: self._timeline.phase(name, step=index)
+            )
+        except RestartRequiredError:
+            raise
+        except CaptureError as error:
+            self._give_up(str(error))
+            return None
+        self.account["capture"] = vars(self._recording.report)
+        self.account["steps"].append("capture")
+        self.account["mode"] = "graph"
+        self._check_finite(index, outputs.probe.to("cpu"))
+        self._on_finished(index)
+        return outputs
+
+    def _replay(self, index: int, inputs: StepInputs) -> StepOutputs:
+        self.account["mode"] = "graph"
+        phase = self._timeline.begin("sample.replay", step=index)
+        self._recording.load(self._constants, inputs)
+        started = _recorded_event()
+        outputs = self._recording.replay()
+        return self._issued(index, phase, outputs, (started, _recorded_event()))
+
+    def _eager(self, index: int, inputs: StepInputs) -> StepOutputs:
+        timed = self._measuring and index == _TIMED_STEP
+        if timed:
+            self._drain()
+        phase = self._timeline.begin("sample.step", step=index)
+        outputs = self._issued(index, phase, self._step(self._constants, inputs), None)
+        if timed:
+            self._drain()
+            self._timed_ms = phase.wall_ms
+        return outputs
+
+    def _measure(self, index: int, inputs: StepInputs) -> StepOutputs:
+        """Run this step under the profiler, in a phase of its own; its bits are those of any eager step."""
+        self._drain()
+        with self._timeline.phase("sample.measure", step=index) as phase:
+            outputs, activity = measure_gpu_busy(lambda: self._step(self._constants, inputs))
+            if activity.reason is None:
+                phase.gpu_ms, phase.gpu_method = activity.gpu_ms, "cupti"
+        self.account["steps"].append("measure")
+        self._check_finite(index, outputs.probe.to("cpu"))
+        self._on_finished(index)
+        if activity.reason is not None:
+            self._give_up(f"GPU time could not be measured ({activity.reason})")
+            return outputs
+        measurement = BusyMeasurement(self._timed_ms, activity.gpu_ms, activity.kernels)
+        self._model.graphs.measurements[self._key] = measurement
+        self._decide(measurement, at_step=index + 1, seen_before=False)
+        return outputs
+
+    def _issued(self, index: int, phase: Phase, outputs: StepOutputs, replay_events) -> StepOutputs:
+        self._probes[index].copy_(outputs.probe, non_blocking=True)
+        phase.issued()
+        self._drain()
+        self._in_flight = _InFlight(index, phase, self._probes[index], replay_events)
+        self.account["steps"].append("eager" if replay_events is None else "replay")
+        return outputs
+
+    def _drain(self) -> None:
+        """Wait for the step in flight, end its phase and report it."""
+        flight, self._in_flight = self._in_flight, None
+        if flight is None:
+            return
+        flight.phase.wait()
+        if flight.replay_events is not None:
+            started, ended = flight.replay_events
+            flight.phase.gpu_ms, flight.phase.gpu_method = started.elapsed_time(ended), "graph_events"
+        self._timeline.end(flight.phase)
+        self._check_finite(flight.index, flight.probe)
+        self._on_finished(flight.index)
+
+    def _check_finite(self, index: int, probe: torch.Tensor) -> None:
+        for name, value in zip(self._streams, probe.tolist()):
+            if value != value or value in (float("inf"), float("-inf")):
+                raise NonFiniteError(
+                    "sample.step", f"the {name} latent holds NaN or Inf after step {index + 1} of {self._total}; "
+                    f"the render is stopped. Check the weights, the conditioning and the input latent."
+                )
+
+
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

@@ -1,0 +1,53 @@
+"""Single sampler steps, start noise and masks (transformer.md sections 10 to 12)."""
+import json
+
+import torch
+from safetensors.torch import safe_open
+
+from ltx_runtime import steps
+
+PENDING = {
+    "cfgpp.*": "CFG++ Euler comes with guidance (issue C)",
+    "res2s_*": "res_2s comes with the HQ pipeline (issue C)",
+}
+TOLERANCE = 1e-6
+
+
+def cases(path):
+    with safe_open(path, "pt") as file:
+        names = [name for name in file.keys() if not name.startswith("in.")]
+    noisers = {".".join(name.split(".")[:2]) for name in names if name.startswith("noiser")}
+    masks = {"mask.x0_from_velocity", "mask.post_process"}
+    return sorted({name for name in names if not name.startswith(("noiser", "mask"))} | noisers | masks)
+
+
+def check(path, case):
+    with safe_open(path, "pt") as file:
+        golden = {name: file.get_tensor(name) for name in file.keys()}
+        settings = json.loads(file.metadata()["cases"])
+    sample, denoised, noise = golden["in.sample"], golden["in.denoised"], golden["in.noise"]
+    sigmas = golden["in.sigmas"]
+    kind = case.split(".")[0]
+    if kind in ("euler", "euler_bf16"):
+        index = int(case.split(".")[1])
+        coefficients = steps.step_coefficients("euler", sigmas[index], sigmas[index + 1], eta=1.0, s_noise=1.0)
+        dtype = golden[case].dtype
+        out = steps.euler_step(sample.to(dtype), denoised.to(dtype), coefficients)
+    elif kind == "ancestral":
+        # ancestral.eta1.0.s0.6.3: eta, s_noise, index
+        eta, s_noise, index = case.removeprefix("ancestral.eta").replace(".s", " ").rsplit(".", 1)[0].split() + [case.rsplit(".", 1)[1]]
+        index = int(index)
+        coefficients = steps.step_coefficients(
+            "euler_ancestral", sigmas[index], sigmas[index + 1], eta=float(eta), s_noise=float(s_noise)
+        )
+        out = steps.ancestral_step(sample, denoised, noise, coefficients)
+    elif kind == "noiser":
+        drawn = golden[f"{case}.noise"]
+        noisy = torch.lerp(sample, drawn, settings[case]["noise_scale"])
+        out, case = torch.lerp(golden["mask.clean"], noisy, golden["mask.denoise_mask"]), f"{case}.out"
+    elif case == "mask.post_process":
+        out = steps.blend_clean(denoised, golden["mask.denoise_mask"], golden["mask.clean"])
+    else:
+        # The golden file uses in.denoised as the velocity.
+        out = steps.x0_from_velocity(sample, denoised, golden["mask.timesteps"])
+    yield "out", (out.float() - golden[case].float()).abs().max().item(), TOLERANCE
