@@ -1,0 +1,147 @@
+"""CONDITIONING sockets: what the sampler reads out of one, and files that keep one."""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from comfy_api.latest import io
+
+from ..ltx_runtime.conditioning_file import load_conditioning, save_conditioning
+from ..ltx_runtime.config import TransformerConfig
+from ..ltx_runtime.errors import LTXError, RequestError
+from ..ltx_runtime.sampler import TextFeatures
+from . import host
+
+# What native ComfyUI assumes when the conditioning says nothing.
+DEFAULT_FRAME_RATE = 25.0
+
+# Keys that mean nothing to LTX-2.x, in core's sampler as here.
+_WITHOUT_EFFECT = ("pooled_output",)
+# Values of other keys at which they change nothing.
+_NEUTRAL: dict[str, Any] = {"start_percent": 0.0, "end_percent": 1.0, "strength": 1.0}
+_READ = ("unprocessed_ltxav_embeds", "frame_rate")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A CONDITIONING in plain values. notes: what the report should say about it."""
+
+    text: TextFeatures
+    frame_rate: float
+    notes: tuple[str, ...]
+
+
+def read_conditioning(conditioning: Any, name: str, config: TransformerConfig) -> Prompt:
+    """Read the one entry of a CONDITIONING for this transformer. name: the input it came in by, for messages.
+
+    Raises RequestError for several entries, a key with a value that this sampler doesn't honour, a wrong width, or a
+    frame rate that is not a positive number.
+    """
+    if len(conditioning) != 1:
+        raise RequestError(
+            f"{name}: {len(conditioning)} conditioning entries; LTX Graph Sampler takes one prompt. Combined, scheduled or "
+            f"regional prompts are not supported."
+        )
+    features, settings = conditioning[0]
+    _refuse_unknown(settings, name)
+    unprocessed = bool(settings.get("unprocessed_ltxav_embeds"))
+    width = config.context_width + config.audio_context_width
+    if features is None or features.ndim != 3 or features.shape[-1] != width:
+        shape = None if features is None else tuple(features.shape)
+        raise RequestError(
+            f"{name}: the text features have shape {shape}, this transformer (LTX {config.model_version}) takes "
+            f"(batch, tokens, {width}): {config.context_width} for video and {config.audio_context_width} for sound. "
+            f"Encode the prompt with the LTX text encoder that belongs to this transformer."
+        )
+    frame_rate = settings.get("frame_rate")
+    notes = ()
+    if frame_rate is None:
+        frame_rate = DEFAULT_FRAME_RATE
+        notes = (f"{name} names no frame_rate: {DEFAULT_FRAME_RATE:g} is taken, as native ComfyUI does (LTXVConditioning sets it)",)
+    frame_rate = float(frame_rate)
+    if not math.isfinite(frame_rate) or frame_rate <= 0:
+        raise RequestError(f"{name}: frame_rate={frame_rate} must be a positive number of frames a second.")
+    return Prompt(TextFeatures(features.float(), processed=not unprocessed), frame_rate, notes)
+
+
+def _refuse_unknown(settings: dict[str, Any], name: str) -> None:
+    refused = []
+    for key, value in settings.items():
+        if value is None or key in _READ or key in _WITHOUT_EFFECT:
+            continue
+        if key in _NEUTRAL and isinstance(value, (int, float)) and value == _NEUTRAL[key]:
+            continue
+        refused.append(key)
+    if refused:
+        raise RequestError(
+            f"{name}: this conditioning carries {', '.join(sorted(map(str, refused)))}, which LTX Graph Sampler does not honour "
+            f"yet and will not ignore. Remove the node that sets it, or use the native sampler."
+        )
+
+
+class LTXGraphSaveConditioning(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="LTXGraphSaveConditioning",
+            display_name="LTX Graph Save Conditioning",
+            category="LTXGraph",
+            description="Keeps an encoded prompt as a file in output/ltxgraph/conditioning, so that later renders need no text "
+            "encoder (24 GB).",
+            search_aliases=["LTX 2.5", "save prompt", "text encoder cache"],
+            is_output_node=True,
+            inputs=[
+                io.Conditioning.Input("conditioning"),
+                io.String.Input("filename_prefix", default="prompt", tooltip="A plain name; a number and .safetensors are added."),
+            ],
+            outputs=[io.Conditioning.Output(display_name="conditioning")],
+        )
+
+    @classmethod
+    def execute(cls, conditioning, filename_prefix: str) -> io.NodeOutput:
+        path = host.new_conditioning_path(filename_prefix)
+        save_conditioning(path, conditioning)
+        return io.NodeOutput(conditioning, ui={"text": [f"{path.name} in {path.parent}"]})
+
+
+class LTXGraphLoadConditioning(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="LTXGraphLoadConditioning",
+            display_name="LTX Graph Load Conditioning",
+            category="LTXGraph",
+            description="Reads an encoded prompt that LTX Graph Save Conditioning wrote, from output/ltxgraph/conditioning or input.",
+            search_aliases=["LTX 2.5", "load prompt", "text encoder cache"],
+            inputs=[
+                io.Combo.Input(
+                    "conditioning_name",
+                    options=host.conditioning_names(),
+                    display_name="file",
+                    tooltip="Names marked [output] are in output/ltxgraph/conditioning, the others in input.",
+                ),
+            ],
+            outputs=[io.Conditioning.Output(display_name="conditioning")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, conditioning_name: str | None = None) -> bool | str:
+        if conditioning_name is None:
+            return True
+        try:
+            host.conditioning_path(conditioning_name)
+        except (LTXError, OSError) as error:
+            return str(error)
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, conditioning_name: str):
+        return host.file_state(host.conditioning_path(conditioning_name))
+
+    @classmethod
+    def execute(cls, conditioning_name: str) -> io.NodeOutput:
+        # Lists, not tuples: core nodes that set values index an entry's parts and copy its dict.
+        entries = load_conditioning(host.conditioning_path(conditioning_name))
+        return io.NodeOutput([[features, dict(settings)] for features, settings in entries])

@@ -1,0 +1,394 @@
+"""The only file that touches ComfyUI's services: folders, memory management, progress, interruption, previews.
+
+Every service is looked up by name at the moment it is used. A symbol that a ComfyUI update removed then breaks the node
+that needs it, with words, and no other node.
+"""
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Iterator, Sequence
+
+import torch
+
+from ..ltx_runtime.errors import LTXError, RequestError
+from ..ltx_runtime.residency import ResidentModule
+from ..ltx_runtime.timing import Timeline, new_render_id
+
+CONDITIONING_FOLDER = ("ltxgraph", "conditioning")
+_OUTPUT_MARK = " [output]"
+
+
+class HostError(LTXError):
+    """This ComfyUI lacks a service that a node needs."""
+
+
+def service(module: str, name: str) -> Any:
+    """`name` of ComfyUI's `module`. Raises HostError, naming both, when this ComfyUI doesn't have it."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise HostError(
+            f"this ComfyUI has no {module}.{name}, which this node needs ({error}). "
+            f"LTXGraph runs on ComfyUI 0.30 and newer; update whichever of the two is older."
+        ) from error
+
+
+# Devices
+
+
+def model_device() -> torch.device:
+    """Where the transformer runs: the GPU, or the CPU under --cpu."""
+    return service("comfy.model_management", "get_torch_device")()
+
+
+def vae_device() -> torch.device:
+    """Where VAEs run: as the transformer, unless --cpu-vae."""
+    return service("comfy.model_management", "vae_device")()
+
+
+def to_intermediate(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the device on which ComfyUI passes values between nodes (the CPU unless --gpu-only)."""
+    return tensor.to(service("comfy.model_management", "intermediate_device")())
+
+
+def cuda_graphs_disabled() -> bool:
+    """True under --disable-cuda-graphs, which ComfyUI has from 0.33 on."""
+    return bool(getattr(service("comfy.cli_args", "args"), "disable_cuda_graphs", False))
+
+
+# Files
+
+
+def model_names(*kinds: str) -> list[str]:
+    """File names of these model folders in ComfyUI's order; a name found twice belongs to the first kind."""
+    list_names = service("folder_paths", "get_filename_list")
+    return list(dict.fromkeys(name for kind in kinds for name in list_names(kind)))
+
+
+def find_model(name: str, *kinds: str, published: str) -> Path:
+    """Path of a model file. Raises RequestError that names the folders, and the published file to put there."""
+    find = service("folder_paths", "get_full_path")
+    for kind in kinds:
+        path = find(kind, name)
+        if path is not None:
+            return Path(path)
+    folders = " or ".join(f"models/{kind}" for kind in kinds)
+    present = model_names(*kinds)
+    found = f"Found there: {', '.join(present[:8])}{' ...' if len(present) > 8 else ''}." if present else "Nothing is there."
+    raise RequestError(
+        f"{name!r} is not in {folders}. Put {published} (Hugging Face, Lightricks/LTX-2.5) into models/{kinds[0]}. {found}"
+    )
+
+
+def file_state(path: Path) -> tuple[str, int, int]:
+    """(path, bytes, mtime in ns): changes when the file does."""
+    stat = path.stat()
+    return str(path), stat.st_size, stat.st_mtime_ns
+
+
+def conditioning_names() -> list[str]:
+    """Conditioning files a user can load: those in input/ by name, those in output/ltxgraph/conditioning marked as such."""
+    given = sorted(p.name for p in _input_folder().glob("*.safetensors"))
+    saved = sorted(p.name + _OUTPUT_MARK for p in _saved_conditioning_folder().glob("*.safetensors"))
+    return saved + given
+
+
+def conditioning_path(name: str) -> Path:
+    """Path of a name out of conditioning_names(). Raises RequestError for a file outside those two folders or not there."""
+    if name.endswith(_OUTPUT_MARK):
+        folder, plain = _saved_conditioning_folder(), name.removesuffix(_OUTPUT_MARK)
+    else:
+        folder, plain = _input_folder(), name
+    path = _inside(folder, plain)
+    if not path.is_file():
+        raise RequestError(
+            f"conditioning file {plain!r} is not in {folder}. Save one with LTX Graph Save Conditioning, "
+            f"or put it into ComfyUI's input folder."
+        )
+    return path
+
+
+def new_conditioning_path(name: str) -> Path:
+    """A path in output/ltxgraph/conditioning that isn't taken: name_00001.safetensors and on."""
+    folder = _saved_conditioning_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        path = _inside(folder, f"{name}_{number:05}.safetensors")
+        if not path.exists():
+            return path
+        number += 1
+
+
+def _inside(folder: Path, name: str) -> Path:
+    # Plain names only: neither a folder, nor "..", nor a drive may lead out.
+    if not name or name != Path(name).name or name in (".", "..") or any(c in name for c in '\\/:*?"<>|\0'):
+        raise RequestError(f"{name!r} is not a plain file name. Files are read from and written to {folder} only.")
+    return folder / name
+
+
+def _input_folder() -> Path:
+    return Path(service("folder_paths", "get_input_directory")())
+
+
+def _output_folder() -> Path:
+    return Path(service("folder_paths", "get_output_directory")())
+
+
+def _saved_conditioning_folder() -> Path:
+    return _output_folder().joinpath(*CONDITIONING_FOLDER)
+
+
+# Models that ComfyUI can evict
+
+
+class DeviceModel:
+    """What the model and VAE sockets carry: a model of this runtime, and the patcher by which ComfyUI evicts it.
+
+    The patcher owns the model; nothing else may hold it, or it would outlive ComfyUI's cache.
+    """
+
+    def __init__(self, model: ResidentModule, name: str):
+        self.name = name
+        self.patcher = _patcher_class()(model)
+
+    @property
+    def model(self) -> ResidentModule:
+        return self.patcher.model.resident
+
+    def __repr__(self) -> str:
+        return f"<{type(self.model).__name__} {self.name}, {'resident' if self.model.resident else 'not loaded'}>"
+
+
+class _Holder(torch.nn.Module):
+    """The module that ComfyUI sees. It registers no weights, so that nobody moves or casts them."""
+
+    def __init__(self, resident: ResidentModule):
+        super().__init__()
+        self.resident = resident
+        self.device = resident.device
+
+    def get_dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+
+@functools.cache
+def _patcher_class() -> type:
+    base = service("comfy.model_patcher", "ModelPatcher")
+
+    class DeviceModelPatcher(base):
+        """Lets ComfyUI's memory management make room for, load and evict a model that has its own weights and graphs.
+
+        ComfyUI calls detach(False) and partially_load before every use of a model it already has: both do nothing then.
+        """
+
+        def __init__(self, resident: ResidentModule):
+            super().__init__(_Holder(resident), resident.device, torch.device("cpu"), size=resident.weights_bytes)
+            self.timeline: Timeline | None = None
+            self.load_events: list[dict] = []
+
+        def is_dynamic(self) -> bool:
+            return False
+
+        def model_size(self) -> int:
+            # Also when evicted: ComfyUI frees model_size() - loaded_size() before it loads.
+            return self.size + _graph_bytes(self.model.resident)
+
+        def loaded_size(self) -> int:
+            return self.model_size() if self.model.resident.resident else 0
+
+        def current_loaded_device(self) -> torch.device:
+            return self.load_device if self.model.resident.resident else self.offload_device
+
+        def partially_load(self, device_to, extra_memory=0, force_patch_weights=False) -> int:
+            resident = self.model.resident
+            if resident.resident:
+                return 0
+            timeline = self.timeline or Timeline(None, device=resident.device)
+            resident.ensure_resident(timeline, _byte_progress(progress_bar(self.size), cancel_check()))
+            if self.timeline is None:
+                self.load_events.extend(timeline.events)
+            return self.size
+
+        def partially_unload(self, device_to, memory_to_free=0, force_patch_weights=False) -> int:
+            # Weights go all or not at all; graphs can be recorded again in a second.
+            graph_bytes = _graph_bytes(self.model.resident)
+            if graph_bytes == 0 or graph_bytes < memory_to_free:
+                return 0
+            self.model.resident.graphs.close()
+            return graph_bytes
+
+        def detach(self, unpatch_all=True):
+            if unpatch_all:
+                self.model.resident.evict()
+            return self.model
+
+        def __del__(self):
+            # The cache let go of the socket: graphs and weights go now, in this order, not in that of the collector.
+            if not sys.is_finalizing() and hasattr(self, "model"):
+                self.model.resident.evict()
+
+    return DeviceModelPatcher
+
+
+def _graph_bytes(model: ResidentModule) -> int:
+    graphs = getattr(model, "graphs", None)
+    return graphs.device_bytes if graphs is not None else 0
+
+
+def make_resident(models: Sequence[DeviceModel], timeline: Timeline, activation_bytes: int) -> None:
+    """Have ComfyUI make room for these models and for activation_bytes beside them, then bring their weights to the device.
+
+    Raises CheckpointError when a file changed since its loader ran.
+    """
+    load = service("comfy.model_management", "load_models_gpu")
+    patchers = [m.patcher for m in models]
+    for patcher in patchers:
+        patcher.timeline = timeline
+    try:
+        load(patchers, memory_required=activation_bytes)
+    finally:
+        for patcher in patchers:
+            patcher.timeline = None
+
+
+# Progress, previews, cancelling
+
+
+def progress_bar(total: int):
+    """ComfyUI's progress bar of the running node."""
+    return service("comfy.utils", "ProgressBar")(total)
+
+
+def cancel_check() -> Callable[[], None]:
+    """A function that raises ComfyUI's own exception once the user has pressed cancel."""
+    return service("comfy.model_management", "throw_exception_if_processing_interrupted")
+
+
+def _byte_progress(bar, check_cancelled: Callable[[], None]) -> Callable[[int, int], None]:
+    def on_progress(done: int, total: int) -> None:
+        check_cancelled()
+        bar.update_absolute(done, total)
+
+    return on_progress
+
+
+def step_progress() -> Callable[[int, int], None]:
+    """on_step callback of the sampler: moves the node's progress bar."""
+    bar = None
+
+    def on_step(done: int, total: int) -> None:
+        nonlocal bar
+        bar = bar or progress_bar(total)
+        bar.update_absolute(done, total)
+
+    return on_step
+
+
+def step_preview(timeline: Timeline, device: torch.device) -> Callable[[int, int, torch.Tensor], None] | None:
+    """on_preview callback of the sampler, or None when the user has previews off.
+
+    A preview reads the device back, so it is a phase of its own in the log, marked as such.
+    """
+    previewer = _previewer(device)
+    if previewer is None:
+        return None
+    bar = None
+
+    def on_preview(index: int, total: int, denoised: torch.Tensor) -> None:
+        nonlocal bar
+        if denoised.ndim != 5:  # sound alone has no picture
+            return
+        bar = bar or progress_bar(total)
+        with timeline.phase("transfer.to_host", what="preview", step=index):
+            picture = previewer.decode_latent_to_preview_image("JPEG", denoised)
+        bar.update_absolute(index, total, picture)
+
+    return on_preview
+
+
+def _previewer(device: torch.device):
+    try:
+        latent_format = service("comfy.latent_formats", "LTXAV")()
+        return service("latent_preview", "get_previewer")(device, latent_format)
+    except HostError:
+        # A render is worth more than its preview.
+        return None
+
+
+# LATENT and NOISE
+
+
+def nested(video: torch.Tensor, audio: torch.Tensor) -> Any:
+    """ComfyUI's NestedTensor of a video and an audio latent."""
+    return service("comfy.nested_tensor", "NestedTensor")((video, audio))
+
+
+def indexed_noise(samples: Any, seed: int, batch_index: Sequence[int]) -> Any:
+    """ComfyUI's start noise for the samples of a batch that LatentFromBatch and its like numbered."""
+    return service("comfy.sample", "prepare_noise")(samples, seed, batch_index)
+
+
+# One render, one log
+
+
+@dataclass(frozen=True)
+class RenderReport:
+    """What LTXGRAPH_REPORT carries from node to node: the render's timeline, and what its nodes decided.
+
+    settings: plain values by name; notes: sentences for the user; graph: what the sampler says about CUDA graphs.
+    Never changed in place: every node returns a new one.
+    """
+
+    timeline: Timeline
+    settings: dict[str, Any]
+    notes: tuple[str, ...] = ()
+    graph: dict[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"<render {self.timeline.render_id}, {len(self.timeline.events)} events>"
+
+
+def new_timeline(device: torch.device, label: str = "") -> Timeline:
+    """A timeline of a new render that writes <output>/ltxgraph/<render id>.jsonl. label ends the render id."""
+    return Timeline(_output_folder() / "ltxgraph" / f"{new_render_id()}{label}.jsonl", device=device)
+
+
+@contextlib.contextmanager
+def stay(report: RenderReport | None, node: str, models: Sequence[DeviceModel]) -> Iterator[Timeline]:
+    """The timeline of one node's stay in a render: a new render without a report, else the report's, continued.
+
+    models: what the node uses. Loads that happened before any render asked for them go into the first that does.
+    The Chrome trace beside the log is written when the node leaves, also after an error or a cancel.
+    """
+    timeline = new_timeline(models[0].model.device) if report is None else report.timeline.child()
+    for model in models:
+        timeline.adopt(model.patcher.load_events)
+        model.patcher.load_events = []
+    try:
+        with timeline.segment(node):
+            yield timeline
+    finally:
+        write_trace(timeline)
+
+
+def write_trace(timeline: Timeline) -> None:
+    """The Chrome trace of a timeline, beside its log."""
+    timeline.write_chrome_trace(timeline.path.with_suffix(".trace.json"))
+
+
+def extend(report: RenderReport | None, timeline: Timeline, *, settings: dict, notes: Sequence[str] = (),
+           graph: dict | None = None) -> RenderReport:
+    """The report that a node returns: what came in, with its own part added."""
+    before = report or RenderReport(timeline, {})
+    return RenderReport(
+        timeline=timeline,
+        settings={**before.settings, **settings},
+        notes=before.notes + tuple(notes),
+        graph=before.graph if graph is None else graph,
+    )

@@ -1,0 +1,113 @@
+"""Files to runtime handles: the transformer and the video VAE."""
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from comfy_api.latest import io
+
+from ..ltx_runtime.checkpoint import read_header, require_component
+from ..ltx_runtime.errors import LTXError
+from ..ltx_runtime.runtime import TransformerModel
+from ..ltx_runtime.video_vae import VideoVAE as VideoVAEModel
+from . import host
+
+Model = io.Custom("LTXGRAPH_MODEL")
+VideoVAE = io.Custom("LTXGRAPH_VIDEO_VAE")
+
+_MODEL_FOLDERS = ("diffusion_models", "checkpoints")
+_MODEL_FILE = "ltx-2.5-22b-distilled-transformer-bf16.safetensors"
+_VAE_FOLDERS = ("vae", "checkpoints")
+_VAE_FILE = "ltx-2.5-video-vae-conv-bf16.safetensors"
+
+
+@functools.lru_cache(maxsize=16)
+def _check_component(path: str, _bytes: int, _mtime_ns: int, component: str) -> None:
+    require_component(read_header(path), component)
+
+
+def _checked_file(name: str, folders: tuple[str, ...], published: str, component: str) -> Path:
+    """Path of a model file whose header was read and holds this component. Raises RequestError or CheckpointError."""
+    path = host.find_model(name, *folders, published=published)
+    _check_component(*host.file_state(path), component)
+    return path
+
+
+def _verdict(name: str | None, folders: tuple[str, ...], published: str, component: str) -> bool | str:
+    """True, or why a loader can't use this name: asked before a prompt runs, so that a wrong file costs no sampling."""
+    if name is None:  # connected to another node: known only when it runs
+        return True
+    try:
+        _checked_file(name, folders, published, component)
+    except (LTXError, OSError) as error:
+        return str(error)
+    return True
+
+
+class LTXGraphModelLoader(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="LTXGraphModelLoader",
+            display_name="LTX Graph Model Loader",
+            category="LTXGraph",
+            description="Opens an LTX-2.5 or 2.3 transformer. Its weights are read onto the device at first use, stay there "
+            "across prompts, and leave when ComfyUI needs the memory.",
+            search_aliases=["LTX 2.5", "LTXV", "load diffusion model", "UNETLoader"],
+            inputs=[
+                io.Combo.Input(
+                    "unet_name",
+                    options=host.model_names(*_MODEL_FOLDERS),
+                    display_name="transformer",
+                    tooltip="A bf16 transformer file from models/diffusion_models (or a 2.3 checkpoint from models/checkpoints).",
+                ),
+            ],
+            outputs=[Model.Output(display_name="model")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, unet_name: str | None = None) -> bool | str:
+        return _verdict(unet_name, _MODEL_FOLDERS, _MODEL_FILE, "transformer")
+
+    @classmethod
+    def fingerprint_inputs(cls, unet_name: str):
+        return host.file_state(host.find_model(unet_name, *_MODEL_FOLDERS, published=_MODEL_FILE))
+
+    @classmethod
+    def execute(cls, unet_name: str) -> io.NodeOutput:
+        path = _checked_file(unet_name, _MODEL_FOLDERS, _MODEL_FILE, "transformer")
+        return io.NodeOutput(host.DeviceModel(TransformerModel(read_header(path), device=host.model_device()), path.name))
+
+
+class LTXGraphVideoVAELoader(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="LTXGraphVideoVAELoader",
+            display_name="LTX Graph Video VAE Loader",
+            category="LTXGraph",
+            description="Opens an LTX-2.5 or 2.3 convolutional video VAE for LTX Graph Video Decode.",
+            search_aliases=["LTX 2.5", "LTXV", "load VAE", "VAELoader"],
+            inputs=[
+                io.Combo.Input(
+                    "vae_name",
+                    options=host.model_names(*_VAE_FOLDERS),
+                    display_name="video VAE",
+                    tooltip="A video VAE file from models/vae (or a 2.3 checkpoint from models/checkpoints).",
+                ),
+            ],
+            outputs=[VideoVAE.Output(display_name="video_vae")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, vae_name: str | None = None) -> bool | str:
+        return _verdict(vae_name, _VAE_FOLDERS, _VAE_FILE, "video_vae_conv")
+
+    @classmethod
+    def fingerprint_inputs(cls, vae_name: str):
+        return host.file_state(host.find_model(vae_name, *_VAE_FOLDERS, published=_VAE_FILE))
+
+    @classmethod
+    def execute(cls, vae_name: str) -> io.NodeOutput:
+        path = _checked_file(vae_name, _VAE_FOLDERS, _VAE_FILE, "video_vae_conv")
+        return io.NodeOutput(host.DeviceModel(VideoVAEModel(read_header(path), device=host.vae_device()), path.name))

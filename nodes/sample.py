@@ -1,0 +1,276 @@
+"""LTX Graph Sampler: sockets to a request, a request's result to sockets."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..ltx_runtime.conditioning import audio_state, text_to_video_state
+from ..ltx_runtime.errors import CaptureError, RequestError
+from ..ltx_runtime.memory import sampling_bytes
+from ..ltx_runtime.noise import NOISE_CONVENTIONS
+from ..ltx_runtime.sampler import SampleRequest, sample
+from ..ltx_runtime.schedules import SAMPLERS, SCHEDULES, check_sigmas, resolve_sampler, resolve_schedule
+from . import host
+from .conditioning import read_conditioning
+from .latents import LatentParts, read_latent
+from .load import Model
+
+Report = io.Custom("LTXGRAPH_REPORT")
+
+# Core sampler function -> our sampler. On a flow model core's ancestral Euler calls its RF form itself.
+_CORE_SAMPLERS = {
+    "sample_euler": "euler",
+    "sample_euler_ancestral": "euler_ancestral",
+    "sample_euler_ancestral_RF": "euler_ancestral",
+}
+
+
+def sampling_inputs() -> list[io.Input]:
+    """The inputs that the sampler and the parity run share, in the order both show them."""
+    return [
+        Model.Input("model", tooltip="From LTX Graph Model Loader."),
+        io.Conditioning.Input("positive"),
+        io.Latent.Input("latent_image", tooltip="Plain video, plain audio, or video with audio."),
+        io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True),
+        io.Combo.Input(
+            "schedule",
+            options=list(SCHEDULES),
+            default="auto",
+            tooltip="auto reads the file name: distilled or dev. Connected sigmas win.",
+        ),
+        io.Int.Input("steps", default=30, min=1, max=1000, tooltip="For the dev schedule; the distilled ones have their own."),
+        io.Combo.Input(
+            "sampler_name",
+            options=list(SAMPLERS),
+            default="auto",
+            tooltip="auto: ancestral Euler for the first stage of the distilled 2.5 model, else Euler. A connected sampler wins.",
+        ),
+    ]
+
+
+def arithmetic_inputs() -> list[io.Input]:
+    """The two settings that decide which render is reproduced."""
+    return [
+        io.Combo.Input(
+            "noise_convention",
+            options=list(NOISE_CONVENTIONS),
+            default="comfyui",
+            advanced=True,
+            tooltip="comfyui: the noise of ComfyUI's own samplers for this seed. reference: that of Lightricks' pipelines.",
+        ),
+        io.Combo.Input(
+            "compatibility",
+            options=["reference", "comfyui"],
+            default="reference",
+            advanced=True,
+            tooltip="reference: Lightricks' model. comfyui: ComfyUI's deviations from it, to reproduce a native render.",
+        ),
+    ]
+
+
+def optional_sampling_inputs() -> list[io.Input]:
+    return [
+        io.Conditioning.Input("negative", optional=True, tooltip="Not used without guidance; the report says so."),
+        io.Noise.Input("noise", optional=True, tooltip="Wins over seed."),
+        io.Sigmas.Input("sigmas", optional=True, tooltip="Wins over schedule and steps."),
+        io.Sampler.Input("sampler", optional=True, tooltip="Euler or ancestral Euler with its eta and s_noise. Wins over sampler_name."),
+    ]
+
+
+class LTXGraphSampler(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="LTXGraphSampler",
+            display_name="LTX Graph Sampler",
+            category="LTXGraph",
+            description="Denoises an LTX latent on the device, eager or by replaying a recorded CUDA graph.",
+            search_aliases=["LTX 2.5", "KSampler", "CUDA graph", "SamplerCustomAdvanced"],
+            inputs=[
+                *sampling_inputs(),
+                io.Combo.Input(
+                    "cuda_graph",
+                    options=["auto", "on", "off"],
+                    default="auto",
+                    tooltip="auto: record the step when that pays for this shape, and say why. Without CUDA a step runs eager.",
+                ),
+                io.Combo.Input(
+                    "on_capture_failure",
+                    options=["eager", "error"],
+                    default="eager",
+                    tooltip="eager: go on without a graph and report the reason. error: stop.",
+                ),
+                *arithmetic_inputs(),
+                *optional_sampling_inputs(),
+                Report.Input("report", optional=True, tooltip="From an earlier node of the same render; none starts a new log."),
+            ],
+            outputs=[io.Latent.Output(display_name="latent"), Report.Output(display_name="report")],
+        )
+
+    @classmethod
+    def execute(cls, model: host.DeviceModel, cuda_graph: str, on_capture_failure: str, report=None, **inputs) -> io.NodeOutput:
+        job = read_job(model, **inputs)
+        with host.stay(report, "LTXGraphSampler", [model]) as timeline:
+            for note in job.notes:
+                timeline.note("prepare.constants", note)
+            cuda_graph = _host_switch(cuda_graph, on_capture_failure, timeline)
+            host.make_resident([model], timeline, job.activation_bytes(recorded=cuda_graph != "off"))
+            result = sample(
+                model.model,
+                job.request,
+                cuda_graph=cuda_graph,
+                on_capture_failure=on_capture_failure,
+                timeline=timeline,
+                check_cancelled=host.cancel_check(),
+                on_step=host.step_progress(),
+                on_preview=host.step_preview(timeline, model.model.device),
+            )
+            with timeline.phase("transfer.to_host"):
+                parts = [None if part is None else host.to_intermediate(part) for part in (result.video, result.audio)]
+        latent = job.latent.replaced(*parts)
+        return io.NodeOutput(latent, host.extend(report, timeline, settings=job.settings, notes=job.notes, graph=result.graph))
+
+
+def _host_switch(cuda_graph: str, on_capture_failure: str, timeline) -> str:
+    """ComfyUI's --disable-cuda-graphs wins over the node's toggle."""
+    if cuda_graph == "off" or not host.cuda_graphs_disabled():
+        return cuda_graph
+    reason = "ComfyUI was started with --disable-cuda-graphs"
+    if cuda_graph == "on" and on_capture_failure == "error":
+        raise CaptureError(f"cuda_graph=on, but {reason}. Start it without, or set on_capture_failure=eager.")
+    timeline.note("sample.capture", f"eager: {reason}")
+    return "off"
+
+
+@dataclass(frozen=True)
+class SamplingJob:
+    """The sampler's sockets in plain values. request: what the runtime runs. settings, notes: for the report."""
+
+    model: host.DeviceModel
+    latent: LatentParts
+    request: SampleRequest
+    settings: dict[str, Any]
+    notes: tuple[str, ...]
+
+    def activation_bytes(self, *, recorded: bool) -> int:
+        return sampling_bytes(self.model.model, self.request, recorded=recorded)
+
+
+def read_job(
+    model: host.DeviceModel,
+    *,
+    positive,
+    latent_image,
+    seed: int,
+    schedule: str,
+    steps: int,
+    sampler_name: str,
+    noise_convention: str,
+    compatibility: str,
+    negative=None,
+    noise=None,
+    sigmas=None,
+    sampler=None,
+) -> SamplingJob:
+    """Translate sockets. Raises RequestError or ShapeError, naming the input, before any weight is read."""
+    config = model.model.config
+    latent = read_latent(latent_image, "latent_image")
+    if latent.source.get("noise_mask") is not None:
+        raise RequestError(
+            "latent_image: this latent carries a noise_mask, which LTX Graph Sampler does not honour yet and will not ignore. "
+            "Remove the node that sets it (an image or a guide), or use the native sampler."
+        )
+    prompt = read_conditioning(positive, "positive", config)
+    notes = list(prompt.notes)
+    if negative is not None:
+        notes.append("negative is not used: without guidance there is one pass a step, the positive one")
+
+    if sigmas is None:
+        sigmas, words = resolve_schedule(schedule, steps, model.name)
+    else:
+        sigmas = check_sigmas(sigmas)
+        words = f"{len(sigmas) - 1} steps from the connected sigmas"
+    notes.append(words)
+    options: dict[str, float] = {}
+    if sampler is None:
+        sampler_name, words = resolve_sampler(sampler_name, sigmas, model.name, config.model_version)
+    else:
+        sampler_name, options = read_sampler(sampler)
+        words = f"{sampler_name} from the connected sampler"
+    notes.append(words)
+
+    start_noise = None
+    if noise is not None:
+        seed = getattr(noise, "seed", seed)
+        start_noise = _read_noise(noise.generate_noise(latent_image), latent)
+    elif noise_convention == "comfyui" and latent.source.get("batch_index") is not None:
+        start_noise = _read_noise(host.indexed_noise(latent.source["samples"], seed, latent.source["batch_index"]), latent)
+
+    request = SampleRequest(
+        video=None if latent.video is None else text_to_video_state(latent.video_shape, prompt.frame_rate, latent.video),
+        audio=None if latent.audio is None else audio_state(latent.audio_shape, latent.audio),
+        text=prompt.text,
+        sigmas=sigmas,
+        seed=seed,
+        sampler=sampler_name,
+        noise_convention=noise_convention,
+        noise=start_noise,
+        compatibility=compatibility,
+        **options,
+    )
+    settings = {
+        "model": model.name,
+        "seed": seed,
+        "sampler": sampler_name,
+        **options,
+        "sigmas": sigmas.tolist(),
+        "frame_rate": prompt.frame_rate,
+        "video_latent": None if latent.video is None else list(latent.video.shape),
+        "audio_latent": None if latent.audio is None else list(latent.audio.shape),
+        "noise": "connected" if noise is not None else noise_convention,
+        "compatibility": compatibility,
+    }
+    return SamplingJob(model, latent, request, settings, tuple(notes))
+
+
+def read_sampler(sampler: Any) -> tuple[str, dict[str, float]]:
+    """Our sampler and its options for a SAMPLER. Raises RequestError, by name, for one that isn't ours."""
+    function = getattr(getattr(sampler, "sampler_function", None), "__name__", type(sampler).__name__)
+    name = _CORE_SAMPLERS.get(function)
+    if name is None:
+        raise RequestError(
+            f"sampler: {function.removeprefix('sample_')} is not one of LTX Graph Sampler's. "
+            f"Select euler or euler_ancestral, or use the native sampler."
+        )
+    options = dict(getattr(sampler, "extra_options", None) or {})
+    known = {key: float(options.pop(key)) for key in ("eta", "s_noise") if key in options}
+    if name == "euler":
+        # Core's Euler draws noise only when it churns; eta and s_noise do nothing there.
+        known = {}
+        if not options.get("s_churn"):
+            for key in ("s_churn", "s_tmin", "s_tmax"):
+                options.pop(key, None)
+    if options:
+        raise RequestError(
+            f"sampler: {name} with {', '.join(f'{k}={v}' for k, v in sorted(options.items()))} is not supported. "
+            f"LTX Graph Sampler knows eta and s_noise of ancestral Euler."
+        )
+    return name, known
+
+
+def _read_noise(noise: Any, latent: LatentParts) -> tuple[Any, Any]:
+    """The two parts of a NOISE's tensor. Raises RequestError when it doesn't fit the latent."""
+    parts = tuple(noise.unbind()) if getattr(noise, "is_nested", False) else (noise,)
+    wanted = tuple(part for part in (latent.video, latent.audio) if part is not None)
+    if len(parts) != len(wanted) or any(n.shape != w.shape for n, w in zip(parts, wanted)):
+        raise RequestError(
+            f"noise: it was made for {_shapes(parts)}, latent_image is {_shapes(wanted)}. "
+            f"Use RandomNoise, or a noise with both a video and an audio part."
+        )
+    return (None, parts[0]) if latent.video is None else (parts[0], parts[1] if len(parts) == 2 else None)
+
+
+def _shapes(parts: tuple) -> str:
+    return " and ".join(str(tuple(part.shape)) for part in parts)
