@@ -63,9 +63,11 @@ class NVMLDevice:
         return buffer.value.decode()
 
     def close(self) -> None:
-        self._call("nvmlShutdown")
+        self._library.nvmlShutdown()  # its status is of no use to anyone: the handle is gone either way
 
     def _call(self, name: str, *args) -> None:
+        if not hasattr(self._library, name):
+            raise NVMLError(f"this driver's NVML has no {name}")
         code = getattr(self._library, name)(*args)
         if code != 0:
             describe = self._library.nvmlErrorString
@@ -78,7 +80,7 @@ class UtilizationSampler:
 
     The thread only talks to NVML, which is safe beside a graph capture (cuda_graph_facts.md section 2). Without NVML
     there are no samples and `reason` says why; nothing is raised.
-    open_device: what to sample; a context-free factory of an object with `utilization()` and `close()`.
+    open_device: makes the object whose `utilization()` is read and which is `close()`d in the end.
     """
 
     def __init__(self, device: torch.device, open_device: Callable[[torch.device], NVMLDevice] = NVMLDevice):

@@ -40,6 +40,7 @@ SEGMENT = "segment"  # the stay in one node; it contains phases and is no phase 
 GPU_METHODS = ("cupti", "graph_events", "delayed_events")
 
 log = logging.getLogger("ltxgraph")
+_to_json = json.JSONEncoder(allow_nan=False).encode  # json.dumps would build an encoder for every line
 
 
 def new_render_id() -> str:
@@ -184,8 +185,12 @@ class Timeline:
     def phase(self, name: str, **attrs: Any) -> Iterator[Phase]:
         """A phase around a block. Its end waits for the work issued in the block (one event on the current stream)."""
         phase = self.begin(name, **attrs)
-        with self._ending(phase):
+        try:
             yield phase
+            self.end(phase)
+        except BaseException as error:  # ComfyUI's interrupt included: the line must not be missing
+            self._end_failed([phase], error)
+            raise
 
     def note(self, phase_name: str, message: str, **attrs: Any) -> None:
         """One line that has no duration: a decision, a reason. Host only, so it is allowed during a capture."""
@@ -206,10 +211,14 @@ class Timeline:
         outermost = not self._open
         if outermost:
             self._utilization.start()
+        depth = len(self._open)
         try:
             segment = self._begin(SEGMENT, {"name": name})
-            with self._ending(segment):
-                yield segment
+            yield segment
+            self.end(segment)
+        except BaseException as error:
+            self._end_failed(self._open[depth:], error)
+            raise
         finally:
             if outermost:
                 self._utilization.stop()
@@ -280,16 +289,10 @@ class Timeline:
         self._write(event)
         return phase
 
-    @contextmanager
-    def _ending(self, phase: Phase) -> Iterator[None]:
-        try:
-            yield
-            self.end(phase)
-        except BaseException as error:  # ComfyUI's interrupt included: the line must not be missing
-            inside = self._open[self._open.index(phase):] if phase in self._open else []
-            for left_open in reversed(inside if phase.name == SEGMENT else inside[:1]):
-                self.end(left_open, error=error)
-            raise
+    def _end_failed(self, phases: list[Phase], error: BaseException) -> None:
+        for phase in reversed(phases):
+            if phase in self._open:  # the end itself may be what failed, before or after its line was written
+                self.end(phase, error=error)
 
     def _fold_peak_memory(self) -> None:
         """torch keeps one peak counter a device. Every begin and end hands its value to all open phases and resets it,
@@ -339,7 +342,7 @@ class Timeline:
                 if self._file is None:
                     self.path.parent.mkdir(parents=True, exist_ok=True)
                     self._file = open(self.path, "a", encoding="utf-8", newline="\n")
-                self._file.write(json.dumps(event, allow_nan=False) + "\n")
+                self._file.write(_to_json(event) + "\n")
                 self._file.flush()
                 if not self._open:
                     self._file.close()  # a report may live long in ComfyUI's cache; it must not hold a file handle
@@ -479,9 +482,14 @@ def _plain(value: Any, where: str) -> Any:
     return str(value)
 
 
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) or isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value)
+
+
 def _readable(event: dict) -> str:
     """One line for people, e.g. `ltxgraph: end sample.step 415.2 ms (GPU 403.1 ms, 97% busy; CPU 96.0 ms) step=3`."""
-    attrs = " ".join(f"{key}={value}" for key, value in event["attrs"].items())
+    # Tables (copies by kind, kernels) are for the file.
+    attrs = " ".join(f"{key}={value}" for key, value in event["attrs"].items() if not _is_table(value))
     if event["event"] != "end":
         text = f"{event['event']} {event['phase']}" + (f": {event['message']}" if "message" in event else "")
         return f"ltxgraph: {text} {attrs}".rstrip()
