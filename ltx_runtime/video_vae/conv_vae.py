@@ -4,7 +4,7 @@ Source: video_vae.md sections 1-4.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +52,7 @@ def encoder_block_specs(config: ConvVAEConfig) -> tuple[BlockSpec, ...]:
     return tuple(specs)
 
 
-def _block_spec(kind: str, options, in_channels: int, out_channels: int) -> BlockSpec:
+def _block_spec(kind: str, options: Mapping[str, int], in_channels: int, out_channels: int) -> BlockSpec:
     if kind == "res_x":
         return BlockSpec(in_channels, in_channels, (1, 1, 1), options["num_layers"])
     return BlockSpec(in_channels, out_channels, _STRIDES[kind.split("_")[1]], 0)
@@ -66,7 +66,7 @@ class ResBlocks(nn.Module):
         self.res_blocks = nn.ModuleList(ResBlock(channels, causal=causal) for _ in range(count))
 
 
-def _layers(block: nn.Module) -> list[nn.Module]:
+def layers_of(block: nn.Module) -> list[nn.Module]:
     return list(block.res_blocks) if isinstance(block, ResBlocks) else [block]
 
 
@@ -115,7 +115,7 @@ class ConvDecoder(nn.Module):
         rate = 1
         layers: list[tuple[nn.Module, int]] = [(self.conv_in, rate)]
         for block in self.up_blocks:
-            layers += [(layer, rate) for layer in _layers(block)]
+            layers += [(layer, rate) for layer in layers_of(block)]
             if isinstance(block, Upsample):
                 rate *= block.stride[0]
         return layers + [(self.conv_out, rate)]
@@ -152,7 +152,7 @@ class ConvEncoder(nn.Module):
         rate = self.time_factor
         layers: list[tuple[nn.Module, int]] = [(self.conv_in, rate)]
         for block in self.down_blocks:
-            layers += [(layer, rate) for layer in _layers(block)]
+            layers += [(layer, rate) for layer in layers_of(block)]
             if isinstance(block, Downsample):
                 rate //= block.stride[0]
         return layers + [(self.conv_out, rate)]
@@ -174,7 +174,6 @@ class ConvVideoVAE(nn.Module):
         self.encoder = ConvEncoder(config) if with_encoder else None
         self.decoder = ConvDecoder(config)
         self.per_channel_statistics = PerChannelStatistics(config.latent_channels)
-        self.requires_grad_(False)
 
     @property
     def dtype(self) -> torch.dtype:

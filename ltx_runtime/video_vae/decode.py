@@ -1,0 +1,303 @@
+"""The video VAE of one file: latents in, frames out.
+
+Reading order: `VideoVAE.decode`, `_chunks`. The network is in conv_vae.py, the chunk size comes from plan.py.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..checkpoint import CheckpointHeader, Progress, read_header, require_component
+from ..config import ConvVAEConfig
+from ..errors import CheckpointError, NonFiniteError, ShapeError
+from ..residency import ResidentModule
+from ..shapes import SPACE_FACTOR, TIME_FACTOR, VideoLatentShape
+from ..timing import Phase, Timeline
+from .conv_vae import ConvVideoVAE
+from .host_frames import FrameTransfer, allocate_frames, available_host_bytes, frames_bytes, to_frames
+from .plan import DecodePlan, plan_decode, smaller_plan
+
+PHASE = "decode.video.chunk"
+_CONV_FILE = "ltx-2.5-video-vae-conv-bf16.safetensors"
+
+Result = TypeVar("Result")
+
+
+def load_video_vae(
+    path: str | Path,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    on_progress: Progress | None = None,
+    timeline: Timeline | None = None,
+) -> VideoVAE:
+    """Open a conv video VAE file and place its decoder on the device.
+
+    dtype None keeps the file's dtypes; it is also the dtype of the activations. on_progress(done_bytes, total_bytes).
+    Raises CheckpointError, also for the diffusion decoder's file and for a VAE of the 2.0 generation.
+    """
+    vae = VideoVAE(read_header(path), device=device, dtype=dtype)
+    vae.ensure_resident(timeline, on_progress)
+    return vae
+
+
+class VideoVAE(ResidentModule):
+    """The conv decoder of one file. The file's encoder is not loaded."""
+
+    def __init__(self, header: CheckpointHeader, *, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
+        """Checks the header; the weights are read by ensure_resident, at the latest in decode."""
+        if "video_vae_diffusion" in header.components and "video_vae_conv" not in header.components:
+            raise CheckpointError(
+                f"{header.path.name} is the diffusion video VAE (published as ltx-2.5-video-vae-bf16.safetensors); this "
+                f"version decodes only with the conv video VAE. Pick {_CONV_FILE} in models/vae."
+            )
+        require_component(header, "video_vae_conv")
+        self.config = ConvVAEConfig.from_header(header)
+        prefix = header.prefixes["video_vae_conv"]
+        prefix_map = {part: prefix + part for part in ("decoder.", "per_channel_statistics.")}
+        super().__init__(
+            header, lambda: ConvVideoVAE(self.config, with_encoder=False), prefix_map, device=device, dtype=dtype
+        )
+        weight = header.tensors[f"{prefix}decoder.conv_in.conv.weight"]
+        self._item_bytes = dtype.itemsize if dtype else weight.num_bytes // weight.num_elements
+
+    def plan(self, latent_shape: Sequence[int], free_bytes: int | None = None, *, temporal_size: int = 0) -> DecodePlan:
+        """How a latent of this shape would be decoded now.
+
+        free_bytes: device memory to stay within; None asks the device. temporal_size: see plan_decode.
+        Raises ShapeError for a latent that this VAE can't decode.
+        """
+        shape = self._check_shape(latent_shape)
+        if free_bytes is None:
+            free_bytes = self._free_bytes(shape)
+        return plan_decode(
+            self.config, shape.as_tuple(), item_bytes=self._item_bytes, free_bytes=free_bytes, temporal_size=temporal_size
+        )
+
+    def decode(
+        self,
+        latent: Tensor,
+        *,
+        plan: DecodePlan | None = None,
+        temporal_size: int = 0,
+        timeline: Timeline | None = None,
+        check_cancelled: Callable[[], None] | None = None,
+        on_chunk: Callable[[int, int], None] | None = None,
+    ) -> Tensor:
+        """Decode to frames on the host, in ComfyUI's IMAGE layout.
+
+        latent: (B, C, F, H, W) float, normalised, on any device. Returns (B*(8(F-1)+1), 32H, 32W, 3) float32 in [0, 1].
+        plan: run exactly this plan; without one it is planned now (temporal_size: see plan_decode), and planned smaller
+        when the device runs out of memory all the same.
+        check_cancelled: called before every chunk; whatever it raises ends the decode and leaves the VAE usable.
+        on_chunk(done, total): frames that have reached the host.
+        While a chunk is copied to the host, the device computes the next one.
+        Raises ShapeError and RequestError (host memory) before any work, CheckpointError, and NonFiniteError naming the
+        chunk. Source: video_vae.md sections 3, 5, 7.
+        """
+        shape = self._check_shape(latent.shape)
+        total = shape.batch * shape.num_frames
+        size = (shape.height * SPACE_FACTOR, shape.width * SPACE_FACTOR)
+        host = allocate_frames(total, *size, available_host_bytes())
+        timeline = timeline or Timeline(None, device=self.device)
+
+        def run(latent: Tensor, plan: DecodePlan) -> Tensor:
+            in_flight = _ChunksInFlight(timeline)
+            transfer = FrameTransfer(host, self.device)
+
+            def deliver(chunk: _Chunk, frames: Tensor, ready: torch.cuda.Event | None) -> None:
+                in_flight.end(chunk.phase)
+                bytes_moved = frames.numel() * frames.element_size()
+                with transfer.on_its_stream(), timeline.phase("transfer.to_host", chunk=chunk.index, bytes=bytes_moved):
+                    transfer.write(frames, chunk.row, ready)
+                if on_chunk is not None:
+                    on_chunk(chunk.row + frames.shape[0], total)
+
+            ranges = []
+            behind = None
+            with in_flight:
+                for chunk in self._chunks(latent, plan, in_flight, check_cancelled):
+                    ranges.append(chunk.value_range())
+                    frames = to_frames(chunk.pixels)
+                    chunk.pixels = None  # room for the next chunk
+                    chunk.phase.issued()
+                    issued = (chunk, frames, transfer.mark_ready())
+                    if behind is not None:
+                        deliver(*behind)
+                    behind = issued
+                deliver(*behind)
+            _check_finite(ranges)
+            return host
+
+        return self._with_plan(latent, plan, temporal_size, timeline, run)
+
+    def decode_raw(
+        self,
+        latent: Tensor,
+        *,
+        plan: DecodePlan | None = None,
+        temporal_size: int = 0,
+        timeline: Timeline | None = None,
+        check_cancelled: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """As decode, but the decoder's own output: (B, 3, 8(F-1)+1, 32H, 32W) unclamped, nominally in [-1, 1], in the
+        activation dtype, on the device."""
+        timeline = timeline or Timeline(None, device=self.device)
+
+        def run(latent: Tensor, plan: DecodePlan) -> Tensor:
+            clips: list[list[Tensor]] = [[] for _ in range(latent.shape[0])]
+            ranges = []
+            with _ChunksInFlight(timeline) as in_flight:
+                for chunk in self._chunks(latent, plan, in_flight, check_cancelled):
+                    ranges.append(chunk.value_range())
+                    clips[chunk.item].append(chunk.pixels)
+                    in_flight.end(chunk.phase)
+            _check_finite(ranges)
+            return torch.cat([torch.cat(pieces, dim=2) for pieces in clips])
+
+        return self._with_plan(latent, plan, temporal_size, timeline, run)
+
+    def _with_plan(
+        self,
+        latent: Tensor,
+        plan: DecodePlan | None,
+        temporal_size: int,
+        timeline: Timeline,
+        run: Callable[[Tensor, DecodePlan], Result],
+    ) -> Result:
+        """Check the latent, bring the weights, and run a plan; one made here gives way when memory runs out."""
+        self._check_shape(latent.shape)
+        self.ensure_resident(timeline)
+        with torch.inference_mode():
+            latent = latent.to(self.device)
+            bad = latent.numel() - int(torch.isfinite(latent).sum())
+            if bad:
+                raise NonFiniteError(
+                    PHASE, f"{bad} of {latent.numel()} values of the latent are NaN or Inf; what made the latent failed."
+                )
+            may_shrink = plan is None
+            plan = plan or self.plan(latent.shape, temporal_size=temporal_size)
+            while True:
+                timeline.note(PHASE, plan.reason, chunk_latent_frames=plan.chunk_frames, peak_bytes=plan.peak_bytes)
+                try:
+                    return run(latent, plan)
+                except torch.OutOfMemoryError:
+                    smaller = smaller_plan(self.config, latent.shape, plan, item_bytes=self._item_bytes)
+                    if not may_shrink or smaller is None:
+                        raise
+                    plan = smaller
+                # Here and not above: the exception held the frames of the failed run, and with them its memory.
+
+    def _chunks(
+        self,
+        latent: Tensor,
+        plan: DecodePlan,
+        in_flight: _ChunksInFlight,
+        check_cancelled: Callable[[], None] | None,
+    ) -> Iterator[_Chunk]:
+        """Issue chunk after chunk, clip by clip. No host sync; a chunk's phase is open when it comes out."""
+        clip_frames = (latent.shape[2] - 1) * TIME_FACTOR + 1
+        index = 0
+        for item in range(latent.shape[0]):
+            pieces = self.module.decode(latent[item : item + 1], plan.chunk_frames)
+            frame = 0
+            while frame < clip_frames:
+                if check_cancelled is not None:
+                    check_cancelled()
+                phase = in_flight.begin(chunk=index, item=item, frame=frame)
+                chunk = _Chunk(index, item, frame, item * clip_frames + frame, next(pieces), phase)
+                count = phase.attrs["frames"] = chunk.pixels.shape[2]
+                yield chunk
+                frame += count
+                index += 1
+
+    def _check_shape(self, latent_shape: Sequence[int]) -> VideoLatentShape:
+        sizes = tuple(latent_shape)
+        wanted = self.config.latent_channels
+        if len(sizes) != 5:
+            what = "an image latent or a latent of another model" if len(sizes) == 4 else "no video latent"
+            raise ShapeError(
+                f"this latent has {len(sizes)} dimensions {sizes}, the LTX-2.5 video VAE takes 5: (batch, {wanted}, frames, "
+                f"height, width). It is {what}; connect the video latent of an LTX sampler."
+            )
+        if sizes[1] != wanted:
+            raise ShapeError(
+                f"this latent has {sizes[1]} channels; the LTX-2.5 VAE wants {wanted}. "
+                "Connect the video latent of an LTX sampler, or pick the VAE that belongs to this latent."
+            )
+        if 0 in sizes:
+            raise ShapeError(f"this latent is empty: {sizes}.")
+        return VideoLatentShape(*sizes)
+
+    def _free_bytes(self, shape: VideoLatentShape) -> int | None:
+        """Memory that a decode may take on this device, None where nothing tells it."""
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        else:
+            free = available_host_bytes()
+            if free is None:
+                return None
+            # The frames take theirs from the same memory.
+            free -= frames_bytes(shape.batch * shape.num_frames, shape.height * SPACE_FACTOR, shape.width * SPACE_FACTOR)
+        return max(0, free - (0 if self.resident else self.weights_bytes))
+
+
+@dataclass
+class _Chunk:
+    """index: of the chunk in this decode. frame: its first frame in clip `item`. row: the same in the whole batch.
+    pixels: (1, 3, n, Hpx, Wpx), unclamped, possibly still being computed."""
+
+    index: int
+    item: int
+    frame: int
+    row: int
+    pixels: Tensor | None
+    phase: Phase
+
+    def value_range(self) -> tuple[str, Tensor]:
+        """(words for the place, smallest and largest value); NaN anywhere makes both NaN. Stays on the device."""
+        place = f"chunk {self.index}, frames {self.frame} to {self.frame + self.pixels.shape[2] - 1} of clip {self.item}"
+        return place, torch.stack(torch.aminmax(self.pixels))
+
+
+class _ChunksInFlight:
+    """Open chunk phases: the one being issued and the one behind it. An exception ends them all."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._open: list[Phase] = []
+
+    def __enter__(self) -> _ChunksInFlight:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        for phase in self._open:
+            self._timeline.end(phase, error=error)
+
+    def begin(self, **attrs: int) -> Phase:
+        phase = self._timeline.begin(PHASE, **attrs)
+        self._open.append(phase)
+        return phase
+
+    def end(self, phase: Phase) -> None:
+        """Waits for the chunk."""
+        self._open.remove(phase)
+        self._timeline.end(phase)
+
+
+def _check_finite(ranges: list[tuple[str, Tensor]]) -> None:
+    """One read for all chunks, after they are done."""
+    finite = torch.stack([values for _, values in ranges]).isfinite().all(dim=1).tolist()
+    bad = [place for (place, _), good in zip(ranges, finite) if not good]
+    if bad:
+        raise NonFiniteError(
+            PHASE,
+            f"NaN or Inf in {bad[0]}" + (f" and {len(bad) - 1} more of {len(ranges)} chunks" if len(bad) > 1 else "")
+            + ". The latent is finite, so the decoder overflowed: its file is damaged, or the latent is far out of range.",
+        )
