@@ -240,41 +240,40 @@ def _copy_into(static: Any, source: Any) -> None:
 
 def _record(fn, constants, inputs, stream, device, phase) -> tuple[GraphedStep, Any]:
     report = CaptureReport()
-    static_constants, static_inputs = _static_like(constants), _static_like(inputs)
-    _copy_into(static_constants, constants)
-    _copy_into(static_inputs, inputs)
+    with phase("sample.warmup"):
+        started = time.perf_counter()
+        static_constants, static_inputs = _static_like(constants), _static_like(inputs)
+        _copy_into(static_constants, constants)
+        _copy_into(static_inputs, inputs)
+        needed_bytes = _warm_up(lambda: fn(static_constants, static_inputs), stream, device)
+        report.warmup_ms = (time.perf_counter() - started) * 1e3
     report.static_bytes = sum(
         t.numel() * t.element_size() for tree in (static_constants, static_inputs) for _, t in named_tensors(tree)
     )
-
-    with phase("sample.warmup"):
-        report.warmup_ms, needed_bytes = _warm_up(lambda: fn(static_constants, static_inputs), stream, device)
-    # The warm-up's blocks belong to the capture stream; freed, the recording finds room for its own.
-    torch.cuda.empty_cache()
-    free_bytes = torch.cuda.mem_get_info(device)[0]
-    if needed_bytes > free_bytes:
-        raise CaptureError(
-            f"not captured: the step needs {needed_bytes / 2**20:.0f} MiB of intermediates of its own and "
-            f"{free_bytes / 2**20:.0f} MiB are free on {device}. Make the clip smaller or unload other models."
-        )
-
-    before = held_bytes(device)
     with phase("sample.capture"):
+        # The warm-up's blocks belong to the capture stream; freed, the recording finds room for its own.
+        torch.cuda.empty_cache()
+        free_bytes = torch.cuda.mem_get_info(device)[0]
+        if needed_bytes > free_bytes:
+            raise CaptureError(
+                f"not captured: the step needs {needed_bytes / 2**20:.0f} MiB of intermediates of its own and "
+                f"{free_bytes / 2**20:.0f} MiB are free on {device}. Make the clip smaller or unload other models."
+            )
+        before = held_bytes(device)
         started = time.perf_counter()
         graph, outputs = _guarded_capture(lambda: fn(static_constants, static_inputs), stream, device)
         report.capture_ms = (time.perf_counter() - started) * 1e3
         started = time.perf_counter()
         outputs = _first_replay(graph, outputs, device)
         report.first_replay_ms = (time.perf_counter() - started) * 1e3
-    report.graph_bytes = max(held_bytes(device) - before, 0)
+        report.graph_bytes = max(held_bytes(device) - before, 0)
     step = GraphedStep(graph, static_constants, static_inputs, outputs, report)
     step._loaded_constants = constants
     return step, outputs
 
 
-def _warm_up(body, stream, device) -> tuple[float, int]:
-    """One eager pass on the capture stream, with forbidden host syncs turned into errors. Returns (ms, peak bytes)."""
-    started = time.perf_counter()
+def _warm_up(body, stream, device) -> int:
+    """One eager pass on the capture stream, with forbidden host syncs turned into errors. Returns its peak bytes."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -286,7 +285,7 @@ def _warm_up(body, stream, device) -> tuple[float, int]:
                 raise
             raise CaptureError(f"not captured: the step waits for the host at {_innermost_line(error)}") from error
     stream.synchronize()
-    return (time.perf_counter() - started) * 1e3, torch.cuda.max_memory_allocated(device) - before
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _guarded_capture(body: Callable[[], Any], stream, device):

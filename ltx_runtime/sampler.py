@@ -18,7 +18,6 @@ from .runtime import TransformerModel
 from .schedules import check_sigmas
 from .step_runner import CUDA_GRAPH_MODES, ON_CAPTURE_FAILURE, StepRunner
 from .steps import Blend, StepConstants, StepInputs, StreamInputs, step_coefficients
-from .tensor_tree import map_tensors
 from .timing import Timeline
 from .transformer.inputs import StepModulation
 from .transformer.model import COMPATIBILITIES
@@ -154,7 +153,7 @@ def denoise(prepared: _Prepared, request: SampleRequest, runner: StepRunner, che
 def _prepare(model, request: SampleRequest, sigmas: Tensor, noise_source, timeline: Timeline) -> _Prepared:
     """Everything constant in the loop, or known before it: contexts, positions, RoPE, AdaLN rows, noise of all steps."""
     device, transformer = model.device, model.module
-    video, audio = (None if s is None else map_tensors(lambda _, t: t.to(device), s) for s in (request.video, request.audio))
+    video, audio = (None if s is None else s.to(device) for s in (request.video, request.audio))
     with timeline.phase("prepare.connectors"):
         features = request.text.features.to(device, non_blocking=True)
         if request.text.processed:
@@ -171,10 +170,7 @@ def _prepare(model, request: SampleRequest, sigmas: Tensor, noise_source, timeli
             audio_context=contexts[1],
             compatibility=request.compatibility,
         )
-        modulation = [
-            transformer.modulation(forward, None if video is None else sigma, None if audio is None else sigma)
-            for sigma in sigmas[:-1].to(device)
-        ]
+        modulation = [transformer.modulation(forward, sigma) for sigma in sigmas[:-1].to(device)]
         pairs = list(zip(sigmas[:-1], sigmas[1:]))
         coefficients = [
             step_coefficients(request.sampler, s, n, eta=request.eta, s_noise=request.s_noise).to(device) for s, n in pairs
