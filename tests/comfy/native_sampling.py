@@ -1,0 +1,151 @@
+"""ComfyUI's own LTX sampling on a tiny checkpoint, written to files: the oracle of test_native_parity.py.
+
+    python native_sampling.py COMFYUI_DIR OUT_DIR
+
+Runs in a process of its own with only ComfyUI on the path. It fills a tiny transformer of the 2.3 flavour (ComfyUI 0.30
+knows no other) with seeded weights, saves it in the published layout, loads it back through ComfyUI's loader in float32,
+samples each case with CFGGuider, and records the noise and every step's x and denoised.
+"""
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+COMFYUI, OUT = Path(sys.argv[1]), Path(sys.argv[2])
+# ComfyUI first, this folder last: ComfyUI imports top-level names such as `server`.
+sys.path = [str(COMFYUI), *sys.path[1:], sys.path[0]]
+sys.argv = ["native_sampling", "--cpu"]
+
+import comfy.options  # noqa: E402
+
+comfy.options.enable_args_parsing()
+
+import comfy.k_diffusion.sampling  # noqa: E402
+import comfy.ldm.lightricks.av_model  # noqa: E402
+import comfy.nested_tensor  # noqa: E402
+import comfy.ops  # noqa: E402
+import comfy.sample  # noqa: E402
+import comfy.samplers  # noqa: E402
+import comfy.sd  # noqa: E402
+import torch  # noqa: E402
+from comfyui_version import __version__ as comfyui_version  # noqa: E402
+from native_sampling_cases import CASES, SEED  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+PREFIX = "model.diffusion_model."
+CONFIG = {
+    "num_layers": 2, "in_channels": 128, "out_channels": 128, "caption_channels": 48,
+    "num_attention_heads": 4, "attention_head_dim": 32, "cross_attention_dim": 128,
+    "audio_num_attention_heads": 4, "audio_attention_head_dim": 16, "audio_cross_attention_dim": 64,
+    "audio_in_channels": 128, "audio_out_channels": 128,
+    "connector_num_layers": 1, "connector_num_attention_heads": 4, "connector_attention_head_dim": 32,
+    "audio_connector_num_attention_heads": 4, "audio_connector_attention_head_dim": 16,
+    "connector_num_learnable_registers": 128, "connector_positional_embedding_max_pos": [4096],
+    "connector_apply_gated_attention": True, "connector_norm_output": True, "use_embeddings_connector": True,
+    "caption_proj_before_connector": True, "caption_projection_first_linear": False,
+    "caption_projection_second_linear": False, "caption_proj_input_norm": False,
+    "cross_attention_adaln": True, "apply_gated_attention": True, "av_cross_ada_norm": True,
+    "use_audio_video_cross_attention": True, "rope_type": "split", "frequencies_precision": "float64",
+    "use_middle_indices_grid": True, "causal_temporal_positioning": True, "norm_eps": 1e-6, "qk_norm": "rms_norm",
+    "positional_embedding_theta": 10000.0, "positional_embedding_max_pos": [20, 2048, 2048],
+    "audio_positional_embedding_max_pos": [20], "timestep_scale_multiplier": 1000,
+    "av_ca_timestep_scale_multiplier": 1000.0,
+}
+
+
+def write_checkpoint(path: Path) -> None:
+    """Seeded weights under ComfyUI's own parameter names: bfloat16, and float32 for the scale_shift tables."""
+    with torch.device("meta"):
+        model = comfy.ldm.lightricks.av_model.LTXAVModel(operations=comfy.ops.disable_weight_init, **CONFIG)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, meta in sorted(model.state_dict().items()):
+        values = torch.randn(meta.shape, generator=generator)
+        if name.endswith("norm.weight"):
+            values = 1 + 0.1 * values
+        else:
+            values *= 0.5 / meta.shape[-1] ** 0.5 if meta.ndim > 1 else 0.1
+        tensors[PREFIX + name] = values.to(torch.float32 if "scale_shift_table" in name else torch.bfloat16)
+    config = {"transformer": {"_class_name": "AVTransformer3DModel", **CONFIG}}
+    save_file(tensors, path, {"config": json.dumps(config), "model_version": "2.3.0"})
+
+
+def record_ancestral_noise(into: list) -> None:
+    """Keep what ComfyUI's noise sampler draws, one packed tensor a step."""
+    original = comfy.k_diffusion.sampling.default_noise_sampler
+
+    def recording(x, seed=None):
+        sampler = original(x, seed=seed)
+
+        def draw(sigma, sigma_next):
+            into.append(sampler(sigma, sigma_next))
+            return into[-1]
+
+        return draw
+
+    comfy.k_diffusion.sampling.default_noise_sampler = recording
+
+
+def parts(samples) -> list:
+    return samples.unbind() if samples.is_nested else [samples]
+
+
+def nest(tensors: list):
+    return comfy.nested_tensor.NestedTensor(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def run_case(model, case: dict, drawn: list) -> dict:
+    generator = torch.Generator().manual_seed(7)
+    shapes = [(case["batch"], 128, *case["video"])]
+    if case["audio"]:
+        shapes.append((case["batch"], 8, case["audio"], 16))
+    latents = [torch.randn(shape, generator=generator) * 0.5 if case["start"] else torch.zeros(shape) for shape in shapes]
+    width = CONFIG["cross_attention_dim"] + CONFIG["audio_cross_attention_dim"]
+    text = torch.randn((1, abs(case["text_tokens"]), width), generator=generator)
+    conditioning = [[text, {"frame_rate": case["frame_rate"], "pooled_output": None}]]
+    if case["text_tokens"] > 0:
+        conditioning[0][1]["unprocessed_ltxav_embeds"] = True
+
+    tensors = {"text": text}
+    noise = comfy.sample.prepare_noise(nest(latents), SEED)
+
+    def on_step(step, denoised, x, total):
+        for name, value in (("x", x), ("denoised", denoised)):
+            for stream, tensor in zip(("video", "audio"), parts(value)):
+                tensors[f"step{step}.{name}.{stream}"] = tensor.clone()
+
+    guider = comfy.samplers.CFGGuider(model)
+    guider.set_conds(conditioning, conditioning)
+    guider.set_cfg(1.0)
+    drawn.clear()
+    result = guider.sample(noise, nest(latents), comfy.samplers.sampler_object(case["sampler"]),
+                           torch.tensor(case["sigmas"]), callback=on_step, disable_pbar=True, seed=SEED)
+    for name, value in (("latent", nest(latents)), ("noise", noise), ("result", result)):
+        for stream, tensor in zip(("video", "audio"), parts(value)):
+            tensors[f"{name}.{stream}"] = tensor.clone()
+    for step, packed in enumerate(drawn):
+        tensors[f"step{step}.packed_noise"] = packed
+    return tensors
+
+
+def main() -> None:
+    OUT.mkdir(parents=True, exist_ok=True)
+    checkpoint = OUT / "tiny-2.3-transformer.safetensors"
+    write_checkpoint(checkpoint)
+    # Which order this ComfyUI has is known from its code: the version that fused RMS-AdaLN also normalises the video again.
+    reads_after = "rms_adaln" in comfy.ldm.lightricks.av_model.BasicAVTransformerBlock.forward.__code__.co_names
+    drawn: list = []
+    record_ancestral_noise(drawn)
+    with torch.inference_mode():
+        model = comfy.sd.load_diffusion_model(str(checkpoint), {"dtype": torch.float32})
+        for name, case in CASES.items():
+            tensors = {key: tensor.contiguous() for key, tensor in run_case(model, case, drawn).items()}
+            about = {"v2a_reads_video_after_a2v": json.dumps(reads_after),
+                     "case": json.dumps({**case, "seed": SEED}), "comfyui": comfyui_version, "torch": torch.__version__}
+            save_file(tensors, OUT / f"native_{name}.safetensors", about)
+            print(name, {key: float(tensor.std()) for key, tensor in tensors.items() if key.startswith("result")})
+
+
+if __name__ == "__main__":
+    main()

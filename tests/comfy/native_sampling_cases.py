@@ -1,0 +1,20 @@
+"""The cases that native_sampling.py records and test_native_parity.py compares."""
+DISTILLED = [1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0]
+STAGE2 = [0.909375, 0.725, 0.421875, 0.0]
+# frames, height, width are of the video latent; audio: latent frames or 0; start: a non-zero latent goes in;
+# text_tokens > 0: raw projections of so many tokens, the connectors run; < 0: that many tokens of finished context.
+CASES = {
+    "euler": dict(sampler="euler", sigmas=DISTILLED, batch=1, video=(3, 2, 3), audio=17, frame_rate=24.0, text_tokens=37,
+                  start=False),
+    "ancestral": dict(sampler="euler_ancestral", sigmas=DISTILLED, batch=1, video=(3, 2, 3), audio=17, frame_rate=24.0,
+                      text_tokens=-16, start=False),
+    "stage2": dict(sampler="euler_ancestral", sigmas=STAGE2, batch=1, video=(2, 4, 2), audio=9, frame_rate=25.0,
+                   text_tokens=-16, start=True),
+    "unfinished": dict(sampler="euler", sigmas=DISTILLED[:6], batch=1, video=(2, 2, 2), audio=9, frame_rate=24.0,
+                       text_tokens=-16, start=False),
+    "batch": dict(sampler="euler_ancestral", sigmas=DISTILLED, batch=2, video=(2, 2, 3), audio=9, frame_rate=24.0,
+                  text_tokens=-16, start=False),
+    "video_only": dict(sampler="euler_ancestral", sigmas=DISTILLED, batch=1, video=(3, 2, 3), audio=0, frame_rate=24.0,
+                       text_tokens=-16, start=False),
+}
+SEED = 1234
