@@ -73,7 +73,8 @@ class Comparison:
     signed_zeros: elements that differ only in the sign of zero.
     nonfinite_a, nonfinite_b: NaN and Inf elements.
     first: the earliest differing element (earliest frame or sample, then in memory order). largest: that of max_abs.
-    group_axis, group_size, group_max: largest difference per group along one axis (per frame; per 4800 samples).
+    group_axis, group_size, group_max: largest difference per group along one axis (per frame; per 4800 samples), Inf
+    for a group with a value that is not finite.
     """
 
     name: str
@@ -122,7 +123,7 @@ class Comparison:
         return "; ".join(parts) or "same values, different bits"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Plain values for JSON, which has no Inf: None stands for it."""
         return {
             "name": self.name,
             "shape": list(self.shape),
@@ -136,7 +137,7 @@ class Comparison:
             "largest": self.largest.as_dict() if self.largest else None,
             "group_axis": self.group_axis,
             "group_size": self.group_size,
-            "group_max": list(self.group_max),
+            "group_max": [gap if math.isfinite(gap) else None for gap in self.group_max],
             "note": self.note,
         }
 
@@ -246,7 +247,7 @@ def _compare_chunk(x: Tensor, y: Tensor, start: int, found: _Found) -> list[floa
         if largest > found.max_abs:
             found.max_abs = largest
             found.largest = _unravel(int(gap.argmax()), x.shape, start)
-    return gap.reshape(gap.shape[0], -1).amax(1).tolist()
+    return gap.masked_fill_(~finite, math.inf).reshape(gap.shape[0], -1).amax(1).tolist()
 
 
 def _unravel(flat: int, shape: Sequence[int], start: int) -> tuple[int, ...]:
