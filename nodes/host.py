@@ -165,7 +165,7 @@ class DeviceModel:
         return f"<{type(self.model).__name__} {self.name}, {'resident' if self.model.resident else 'not loaded'}>"
 
 
-class _Holder(torch.nn.Module):
+class LTXGraphDeviceModel(torch.nn.Module):
     """The module that ComfyUI sees. It registers no weights, so that nobody moves or casts them."""
 
     def __init__(self, resident: ResidentModule):
@@ -188,7 +188,7 @@ def _patcher_class() -> type:
         """
 
         def __init__(self, resident: ResidentModule):
-            super().__init__(_Holder(resident), resident.device, torch.device("cpu"), size=resident.weights_bytes)
+            super().__init__(LTXGraphDeviceModel(resident), resident.device, torch.device("cpu"), size=resident.weights_bytes)
             self.timeline: Timeline | None = None
             self.load_events: list[dict] = []
 
@@ -354,22 +354,27 @@ class RenderReport:
         return f"<render {self.timeline.render_id}, {len(self.timeline.events)} events>"
 
 
-def new_timeline(device: torch.device, label: str = "") -> Timeline:
-    """A timeline of a new render that writes <output>/ltxgraph/<render id>.jsonl. label ends the render id."""
-    return Timeline(_output_folder() / "ltxgraph" / f"{new_render_id()}{label}.jsonl", device=device)
+def new_timeline(models: Sequence[DeviceModel], label: str = "") -> Timeline:
+    """A timeline of a new render with these models that writes <output>/ltxgraph/<render id>.jsonl. label ends the id."""
+    path = _output_folder() / "ltxgraph" / f"{new_render_id()}{label}.jsonl"
+    return _with_loads(Timeline(path, device=models[0].model.device), models)
+
+
+def _with_loads(timeline: Timeline, models: Sequence[DeviceModel]) -> Timeline:
+    """Loads that happened before any render asked for them go into the first that does."""
+    for model in models:
+        timeline.adopt(model.patcher.load_events)
+        model.patcher.load_events = []
+    return timeline
 
 
 @contextlib.contextmanager
 def stay(report: RenderReport | None, node: str, models: Sequence[DeviceModel]) -> Iterator[Timeline]:
     """The timeline of one node's stay in a render: a new render without a report, else the report's, continued.
 
-    models: what the node uses. Loads that happened before any render asked for them go into the first that does.
     The Chrome trace beside the log is written when the node leaves, also after an error or a cancel.
     """
-    timeline = new_timeline(models[0].model.device) if report is None else report.timeline.child()
-    for model in models:
-        timeline.adopt(model.patcher.load_events)
-        model.patcher.load_events = []
+    timeline = new_timeline(models) if report is None else _with_loads(report.timeline.child(), models)
     try:
         with timeline.segment(node):
             yield timeline

@@ -133,11 +133,16 @@ class LTXGraphSampler(io.ComfyNode):
         return io.NodeOutput(latent, host.extend(report, timeline, settings=job.settings, notes=job.notes, graph=result.graph))
 
 
+def cuda_graphs_refused() -> str:
+    """Why the host forbids CUDA graphs, or empty."""
+    return "ComfyUI was started with --disable-cuda-graphs" if host.cuda_graphs_disabled() else ""
+
+
 def _host_switch(cuda_graph: str, on_capture_failure: str, timeline) -> str:
-    """ComfyUI's --disable-cuda-graphs wins over the node's toggle."""
-    if cuda_graph == "off" or not host.cuda_graphs_disabled():
+    """ComfyUI's own switch wins over the node's toggle."""
+    reason = cuda_graphs_refused()
+    if cuda_graph == "off" or not reason:
         return cuda_graph
-    reason = "ComfyUI was started with --disable-cuda-graphs"
     if cuda_graph == "on" and on_capture_failure == "error":
         raise CaptureError(f"cuda_graph=on, but {reason}. Start it without, or set on_capture_failure=eager.")
     timeline.note("sample.capture", f"eager: {reason}")

@@ -1,0 +1,293 @@
+"""From renders to a verdict: two finished clips (`judge_clips`), or both arms run here (`run_parity`): eager and graphed,
+several seeds and replays, judged on latents, unclamped decoder output and frames.
+
+Reading order: `judge_clips`; `run_parity`, `_Arms`, `_judged`. The comparing itself is in parity.py.
+
+Source: design.md section 6, "Parity rule".
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .cuda_graph import unavailable_reason
+from .errors import RequestError
+from .parity import (
+    Arm,
+    Comparison,
+    RangeStats,
+    Trial,
+    Verdict,
+    compare_frames,
+    compare_latents,
+    compare_waveforms,
+    digest,
+    frame_range,
+    judge,
+    waveform_range,
+)
+from .runtime import TransformerModel
+from .sampler import SampleRequest, SampleResult, sample
+from .timing import Timeline
+from .video_vae import DecodePlan, VideoVAE
+from .video_vae.host_frames import to_frames
+
+EAGER, GRAPHED, REPEATED = "eager", "graphed", "eager repeated"
+_LAST_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class ParityOutcome:
+    """One verdict and the pair of clips to show for it: the worst one, where there were several.
+
+    names: what the two clips are. frames: the comparison of the two, waveform: that of their sound. clips: (N, H, W, 3)
+    float, on the host. graphs: what each arm says about its CUDA graphs.
+    """
+
+    verdict: Verdict
+    names: tuple[str, str]
+    clips: tuple[Tensor, Tensor]
+    frames: Comparison
+    waveform: Comparison | None = None
+    graphs: Mapping[str, dict | None] = field(default_factory=dict)
+
+
+def judge_clips(
+    clips: tuple[Tensor, Tensor],
+    sounds: tuple[tuple[Tensor, int], tuple[Tensor, int]] | None,
+    graphs: tuple[dict | None, dict | None],
+    *,
+    tolerance: float,
+) -> ParityOutcome:
+    """Judge two finished renders.
+
+    clips: IMAGE tensors (N, H, W, C). sounds: (waveform (B, C, T), sample rate) of both. graphs: what their samplers said
+    about CUDA graphs (`SampleResult.graph`), None where nobody knows. A render that was asked to use a graph and ran eager
+    is no graphed arm: the verdict then is "not tested", and the comparison a repeated eager render.
+    """
+    comparisons = [compare_frames(*clips)]
+    ranges = [frame_range(clip) for clip in clips]
+    if sounds is not None:
+        comparisons.append(_compare_sounds(*sounds))
+        ranges += [waveform_range(waveform) for waveform, _ in sounds]
+    trial = Trial("render", tuple(comparisons), tuple(ranges), first_stage=next((c for c in comparisons if not c.bit_exact), None))
+    fallback = next((why for why in map(_why_not_graphed, graphs) if why), "")
+    names = _names(graphs)
+    if fallback:
+        names = (EAGER, REPEATED)
+        verdict = judge(Arm(GRAPHED, EAGER, not_run=fallback), [Arm(REPEATED, EAGER, (trial,))], tolerance=tolerance)
+    else:
+        # The graphed arm is the one in question, whichever socket it came in by.
+        against, name = names if graphs[0] is None or graphs[0]["mode"] != "graph" else names[::-1]
+        verdict = judge(Arm(name, against, (trial,)), tolerance=tolerance)
+    return ParityOutcome(verdict, names, clips, comparisons[0], comparisons[1] if sounds else None, dict(zip(names, graphs)))
+
+
+def _why_not_graphed(graph: dict | None) -> str:
+    """Why a render that might have used a graph did not, or empty."""
+    if graph is None or graph["requested"] == "off" or graph["mode"] == "graph":
+        return ""
+    return graph.get("fallback") or graph["decision"]
+
+
+def _names(graphs: tuple[dict | None, dict | None]) -> tuple[str, str]:
+    known = [None if graph is None else GRAPHED if graph["mode"] == "graph" else EAGER for graph in graphs]
+    if None in known or known[0] == known[1]:
+        return tuple(f"{name or 'render'} {letter}" for name, letter in zip(known, "AB"))
+    return known[0], known[1]
+
+
+def _compare_sounds(a: tuple[Tensor, int], b: tuple[Tensor, int]) -> Comparison:
+    if a[1] != b[1]:
+        note = f"sample rates differ: {a[1]} and {b[1]} Hz"
+        return Comparison("waveform", tuple(a[0].shape), a[0].numel(), False, max_abs=None, note=note)
+    return compare_waveforms(a[0], b[0])
+
+
+@dataclass(frozen=True)
+class _Case:
+    name: str
+    request: SampleRequest
+
+
+@dataclass
+class _Render:
+    """One render of one arm. replay counts the renders of its case in this arm from 1."""
+
+    arm: str
+    case: int
+    replay: int
+    result: SampleResult
+
+
+def run_parity(
+    model: TransformerModel,
+    vae: VideoVAE,
+    request: SampleRequest,
+    *,
+    replays: int,
+    seeds: int,
+    tolerance: float,
+    timelines: Callable[[str], Timeline],
+    load: Callable[[Timeline], None] = lambda timeline: None,
+    without_graphs: str = "",
+    check_cancelled: Callable[[], None] = lambda: None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> ParityOutcome:
+    """Run both arms and judge them.
+
+    request: needs a video part. Its seed is the first of `seeds` seeds counted upwards; a given start noise is used for the
+    first seed only. replays: graphed renders of each seed, in turns, so that every replay finds other inputs than the one
+    before. timelines(arm): a new timeline for an arm. load(timeline): brings the weights, in the first arm's timeline.
+    without_graphs: why the host forbids graphs, empty when it doesn't.
+    on_progress(done, total): in steps, a decode counting as one.
+    Raises RequestError, and all that `sample` and `VideoVAE.decode_raw` raise.
+    """
+    if request.video is None:
+        raise RequestError("latent_image: parity is judged on decoded frames; connect a latent with a video part.")
+    if replays < 1 or seeds < 1:
+        raise RequestError(f"replays={replays} and seeds={seeds} must both be at least 1.")
+    cases = _cases(request, seeds)
+    arms = _Arms(model, cases, timelines, check_cancelled, _Counter(on_progress, request, seeds * (replays + 2)))
+
+    with arms.timeline(EAGER).segment("load"):
+        load(arms.timeline(EAGER))
+    eager = arms.render(EAGER, range(seeds), cuda_graph="off")
+    refused = without_graphs or unavailable_reason(model.device) or ""
+    graphed: list[_Render] = []
+    for replay in range(1, replays + 1):
+        if refused:
+            break
+        graphed += arms.render(GRAPHED, range(seeds), cuda_graph="on", replay=replay)
+        refused = next((r.result.graph["fallback"] for r in graphed if r.result.graph.get("fallback")), "")
+    # With graphs one repeated render shows whether the kernels repeat at all; without, it is all there is to test.
+    repeated = arms.render(REPEATED, range(seeds) if refused else [0], cuda_graph="off")
+
+    plan = vae.plan(request.video.shape.as_tuple())
+    judged = _judged(arms, vae, plan, eager, graphed, repeated, refused, tolerance)
+    graphs = {renders[-1].arm: renders[-1].result.graph for renders in (eager, graphed, repeated) if renders}
+    return dataclasses.replace(judged, graphs=graphs)
+
+
+class _Counter:
+    """Steps and decodes done, of all."""
+
+    def __init__(self, on_progress: Callable[[int, int], None], request: SampleRequest, renders: int):
+        self.total = renders * len(request.sigmas)  # n+1 sigmas: n steps and a decode
+        self.done = 0
+        self._on_progress = on_progress
+
+    def advance(self, *_) -> None:
+        self.done = min(self.done + 1, self.total)
+        self._on_progress(self.done, self.total)
+
+
+class _Arms:
+    """Renders cases into the timelines of the arms."""
+
+    def __init__(self, model, cases: Sequence[_Case], timelines, check_cancelled, counter: _Counter):
+        self.cases = cases
+        self.timelines: dict[str, Timeline] = {}
+        self.check_cancelled = check_cancelled
+        self.counter = counter
+        self._model = model
+        self._new_timeline = timelines
+
+    def timeline(self, arm: str) -> Timeline:
+        if arm not in self.timelines:
+            self.timelines[arm] = self._new_timeline(arm)
+        return self.timelines[arm]
+
+    def render(self, arm: str, which: Sequence[int], *, cuda_graph: str, replay: int = 1) -> list[_Render]:
+        renders = []
+        timeline = self.timeline(arm)
+        with timeline.segment(arm):
+            for case in which:
+                result = sample(
+                    self._model,
+                    self.cases[case].request,
+                    cuda_graph=cuda_graph,
+                    on_capture_failure="eager",
+                    timeline=timeline,
+                    check_cancelled=self.check_cancelled,
+                    on_step=self.counter.advance,
+                )
+                renders.append(_Render(arm, case, replay, result))
+        return renders
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    unclamped: Tensor  # (B, 3, F, Hpx, Wpx) on the device
+    frames: Tensor  # (B*F, Hpx, Wpx, 3) float32 on the device
+    range: RangeStats
+
+
+def _judged(
+    arms: _Arms,
+    vae: VideoVAE,
+    plan: DecodePlan,
+    eager: Sequence[_Render],
+    graphed: Sequence[_Render],
+    repeated: Sequence[_Render],
+    refused: str,
+    tolerance: float,
+) -> ParityOutcome:
+    """Decode everything with one plan, seed by seed, so that two decoded clips are alive at a time."""
+
+    def decode(render: _Render) -> _Decoded:
+        timeline = arms.timeline(render.arm)
+        with timeline.segment(f"decode {render.arm}"), torch.inference_mode():
+            raw = vae.decode_raw(
+                render.result.video, plan=plan, timeline=timeline, check_cancelled=arms.check_cancelled
+            )
+            frames = torch.cat([to_frames(clip[None]) for clip in raw])
+        arms.counter.advance()
+        return _Decoded(raw, frames, frame_range(frames))
+
+    trials: dict[str, list[Trial]] = {GRAPHED: [], REPEATED: []}
+    outputs = {}
+    kept: tuple | None = None
+    for index, (case, first) in enumerate(zip(arms.cases, eager)):
+        a = decode(first)
+        outputs[case.name] = digest(a.frames)
+        for other in (r for r in (*graphed, *repeated) if r.case == index):
+            b = decode(other)
+            trial = _compare(case.name, other.replay, first, a, other, b)
+            trials[other.arm].append(trial)
+            frames = trial.comparisons[-1]
+            badness = (not frames.bit_exact, frames.max_abs or 0.0, other.arm == GRAPHED)
+            if kept is None or badness > kept[0]:
+                kept = (badness, (EAGER, other.arm), (a.frames.cpu(), b.frames.cpu()), frames)
+            del b  # makes room for the next
+        del a
+
+    question = Arm(GRAPHED, EAGER, tuple(trials[GRAPHED]), not_run=refused)
+    control = Arm(REPEATED, EAGER, tuple(trials[REPEATED]))
+    verdict = judge(question, [control], tolerance=tolerance, outputs=outputs)
+    _, names, clips, comparison = kept
+    return ParityOutcome(verdict, names, clips, comparison)
+
+
+def _compare(case: str, replay: int, first: _Render, a: _Decoded, other: _Render, b: _Decoded) -> Trial:
+    """Everything that two renders made, in the order of the render."""
+    comparisons = [compare_latents(first.result.video, other.result.video)]
+    if first.result.audio is not None:
+        comparisons.append(compare_latents(first.result.audio, other.result.audio, "audio latent"))
+    comparisons.append(compare_latents(a.unclamped, b.unclamped, "unclamped frames"))
+    comparisons.append(compare_frames(a.frames, b.frames))
+    first_stage = next((c for c in comparisons if not c.bit_exact), None)
+    return Trial(case, tuple(comparisons), (a.range, b.range), replay, first_stage)
+
+
+def _cases(request: SampleRequest, seeds: int) -> list[_Case]:
+    cases = []
+    for offset in range(seeds):
+        seed = (request.seed + offset) % (_LAST_SEED + 1)
+        changed = dataclasses.replace(request, seed=seed, noise=request.noise if offset == 0 else None)
+        cases.append(_Case(f"seed {seed}", changed))
+    return cases

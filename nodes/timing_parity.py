@@ -1,0 +1,181 @@
+"""Are two renders equal, and where did the time go? The composable node, and the one that runs both arms itself."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from comfy_api.latest import io, ui
+
+from ..ltx_runtime.errors import LTXError, RequestError
+from ..ltx_runtime.parity import DIFFERENT, Comparison, Verdict
+from ..ltx_runtime.parity_run import judge_clips, run_parity
+from ..ltx_runtime.pictures import difference_picture, timeline_picture
+from ..ltx_runtime.report_text import json_report, text_report
+from ..ltx_runtime.timing import Timeline
+from . import host
+from .decode import video_part
+from .load import VideoVAE
+from .sample import Report, arithmetic_inputs, cuda_graphs_refused, optional_sampling_inputs, read_job, sampling_inputs
+
+
+class RendersDiffer(LTXError):
+    """on_difference is `fail` and the verdict is `different`."""
+
+
+def _judging_inputs() -> list[io.Input]:
+    return [
+        io.Float.Input("tolerance", default=0.0, min=0.0, max=1.0, step=0.0001, round=False, tooltip="0 = every bit must be equal."),
+        io.Combo.Input("on_difference", options=["report", "fail"], default="report", tooltip="fail: stop the prompt."),
+    ]
+
+
+def _outputs() -> list[io.Output]:
+    return [
+        io.String.Output(display_name="report"),
+        io.Boolean.Output(display_name="bit_exact"),
+        io.Image.Output(display_name="difference"),
+        io.Image.Output(display_name="timeline"),
+    ]
+
+
+def _finished(
+    node: type[io.ComfyNode],
+    verdict: Verdict,
+    clips: tuple[torch.Tensor, torch.Tensor],
+    names: tuple[str, str],
+    comparison: Comparison,
+    waveform: Comparison | None,
+    renders: dict[str, host.RenderReport],
+    on_difference: str,
+) -> io.NodeOutput:
+    """The four outputs and the JSON for /history. Raises RendersDiffer when that is wanted."""
+    if verdict.status == DIFFERENT and on_difference == "fail":
+        raise RendersDiffer(f"{verdict.words}. on_difference is 'fail'; set it to 'report' to see the pictures.")
+    difference = difference_picture(*clips, verdict, comparison=comparison, waveform=waveform, names=names)
+    timelines = [timeline_picture(r.timeline.events, title=f"{arm}: render {r.timeline.render_id}") for arm, r in renders.items()]
+    timeline = torch.cat(timelines or [timeline_picture(())])
+    text = text_report(verdict, renders)
+    shown = [image for picture in (difference, timeline) for image in ui.PreviewImage(picture, cls=node).as_dict()["images"]]
+    return io.NodeOutput(
+        text,
+        verdict.bit_exact,
+        host.to_intermediate(difference),
+        host.to_intermediate(timeline),
+        ui={"ltxgraph_report": [json_report(verdict, renders)], "text": [text], "images": shown},
+    )
+
+
+class LTXGraphTimingParity(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="LTXGraphTimingParity",
+            display_name="LTX Graph Timing Parity",
+            category="LTXGraph",
+            description="Compares two renders: one verdict on pixels and sound, the difference and both timelines as pictures.",
+            search_aliases=["LTX 2.5", "compare", "benchmark", "difference"],
+            is_output_node=True,
+            inputs=[
+                io.Image.Input("frames_a", tooltip="Decoded frames of the first render, as a rule the eager one."),
+                io.Image.Input("frames_b", tooltip="Decoded frames of the second render."),
+                *_judging_inputs(),
+                io.Audio.Input("audio_a", optional=True),
+                io.Audio.Input("audio_b", optional=True),
+                Report.Input("report_a", optional=True, tooltip="Report of the first render, for timing and what really ran."),
+                Report.Input("report_b", optional=True, tooltip="Report of the second render."),
+            ],
+            outputs=_outputs(),
+        )
+
+    @classmethod
+    def execute(
+        cls, frames_a, frames_b, tolerance: float, on_difference: str, audio_a=None, audio_b=None, report_a=None, report_b=None
+    ) -> io.NodeOutput:
+        if (audio_a is None) != (audio_b is None):
+            raise RequestError("audio_a and audio_b: connect both or none; the sound of one render alone can't be compared.")
+        judged = judge_clips(
+            (frames_a, frames_b),
+            tuple(_sound(audio) for audio in (audio_a, audio_b)) if audio_a is not None else None,
+            tuple(report.graph if report is not None else None for report in (report_a, report_b)),
+            tolerance=tolerance,
+        )
+        renders = {name: report for name, report in zip(judged.names, (report_a, report_b)) if report is not None}
+        clips = (frames_a, frames_b)
+        return _finished(cls, judged.verdict, clips, judged.names, judged.frames, judged.waveform, renders, on_difference)
+
+
+def _sound(audio: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    return audio["waveform"], int(audio["sample_rate"])
+
+
+class LTXGraphParityRun(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="LTXGraphParityRun",
+            display_name="LTX Graph Parity Run",
+            category="LTXGraph",
+            description="Renders one prompt eager and with CUDA graphs, several seeds and replays, and compares every bit.",
+            search_aliases=["LTX 2.5", "compare", "benchmark", "CUDA graph", "bit exact"],
+            is_output_node=True,
+            inputs=[
+                *sampling_inputs(),
+                VideoVAE.Input("video_vae", tooltip="From LTX Graph Video VAE Loader. One decode plan serves all renders."),
+                io.Int.Input("replays", default=3, min=1, max=100, tooltip="Graphed renders of each seed."),
+                io.Int.Input("seeds", default=2, min=1, max=100, tooltip="Seeds, counted up from `seed`."),
+                *_judging_inputs(),
+                *arithmetic_inputs(),
+                *optional_sampling_inputs(),
+            ],
+            outputs=_outputs(),
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, **_) -> float:
+        # It measures: a second run of the same prompt is a second measurement. NaN never equals the last one.
+        return float("nan")
+
+    @classmethod
+    def execute(
+        cls,
+        model: host.DeviceModel,
+        video_vae: host.DeviceModel,
+        replays: int,
+        seeds: int,
+        tolerance: float,
+        on_difference: str,
+        **inputs,
+    ) -> io.NodeOutput:
+        job = read_job(model, **inputs)
+        decoding = video_vae.model.plan(video_part(inputs["latent_image"], "latent_image").shape, free_bytes=0)
+        logs: dict[str, Timeline] = {}
+
+        def timeline_of(arm: str) -> Timeline:
+            logs[arm] = host.new_timeline([model, video_vae], f"-{arm.replace(' ', '-')}")
+            return logs[arm]
+
+        def load(timeline: Timeline) -> None:
+            host.make_resident([model, video_vae], timeline, job.activation_bytes(recorded=True) + decoding.peak_bytes)
+
+        try:
+            outcome = run_parity(
+                model.model,
+                video_vae.model,
+                job.request,
+                load=load,
+                replays=replays,
+                seeds=seeds,
+                tolerance=tolerance,
+                timelines=timeline_of,
+                without_graphs=cuda_graphs_refused(),
+                check_cancelled=host.cancel_check(),
+                on_progress=host.step_progress(),
+            )
+        finally:
+            for timeline in logs.values():
+                host.write_trace(timeline)
+        settings = job.settings | {"video_vae": video_vae.name, "replays": replays, "seeds": seeds}
+        renders = {
+            arm: host.RenderReport(timeline, settings, job.notes, outcome.graphs.get(arm)) for arm, timeline in logs.items()
+        }
+        return _finished(cls, outcome.verdict, outcome.clips, outcome.names, outcome.frames, None, renders, on_difference)
