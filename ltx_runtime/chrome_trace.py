@@ -3,14 +3,17 @@
 One track a node segment with its phases nested below it; phases that overlap without nesting (steps in flight) get
 further tracks beside it. A capture is marked across all tracks. Counters: peak memory by phase, NVML utilisation.
 """
+
 from __future__ import annotations
 
-from typing import Iterable
+from collections.abc import Iterable
 
 from .intervals import phase_interval
 
 _PROCESS = 1
 _OUTSIDE = "outside nodes"
+_SHOWN = ("gpu_ms", "gpu_method", "gpu_busy", "stream_ms", "cpu_ms", "nvml", "attrs")
+_ROUNDING_MS = 0.001  # times in the log are rounded: neighbours may seem to overlap by less than this
 
 
 def chrome_trace(events: Iterable[dict], samples: Iterable[tuple[float, int, int]] = ()) -> dict:
@@ -32,30 +35,63 @@ def chrome_trace(events: Iterable[dict], samples: Iterable[tuple[float, int, int
     # Outer before inner: of two phases that begin together, the longer one is the container.
     for end in sorted(ends, key=lambda end: (phase_interval(end)[0], -end["wall_ms"])):
         start, stop = phase_interval(end)
-        trace.append({
-            "ph": "X", "pid": _PROCESS, "tid": tracks.place(_segment_at(segments, (start + stop) / 2), start, stop),
-            "name": _label(end), "cat": end["phase"].split(".")[0], "ts": us(start), "dur": round((stop - start) * 1e3, 3),
-            "args": {key: end[key] for key in ("gpu_ms", "gpu_method", "gpu_busy", "stream_ms", "cpu_ms", "nvml", "attrs")},
-        })
+        trace.append(
+            {
+                "ph": "X",
+                "pid": _PROCESS,
+                "tid": tracks.place(_segment_at(segments, (start + stop) / 2), start, stop),
+                "name": _label(end),
+                "cat": end["phase"].split(".")[0],
+                "ts": us(start),
+                "dur": round((stop - start) * 1e3, 3),
+                "args": {key: end[key] for key in _SHOWN},
+            }
+        )
         if end["phase"] == "sample.capture":
             trace.append({"ph": "i", "pid": _PROCESS, "tid": 0, "s": "p", "name": "graph capture", "ts": us(start)})
         if end["mem_peak_bytes"] is not None and end["phase"] != "segment":
-            trace.append({"ph": "C", "pid": _PROCESS, "name": "peak memory GiB", "ts": us(start),
-                          "args": {"allocated": round(end["mem_peak_bytes"] / 2**30, 4)}})
+            trace.append(
+                {
+                    "ph": "C",
+                    "pid": _PROCESS,
+                    "name": "peak memory GiB",
+                    "ts": us(start),
+                    "args": {"allocated": round(end["mem_peak_bytes"] / 2**30, 4)},
+                }
+            )
     for event in events:
         if event["event"] == "note":
-            trace.append({"ph": "i", "pid": _PROCESS, "tid": 0, "s": "p", "name": event["message"], "ts": us(event["t_ms"]),
-                          "args": event["attrs"]})
+            trace.append(
+                {
+                    "ph": "i",
+                    "pid": _PROCESS,
+                    "tid": 0,
+                    "s": "p",
+                    "name": event["message"],
+                    "ts": us(event["t_ms"]),
+                    "args": event["attrs"],
+                }
+            )
     for t_ms, gpu, memory in samples:
-        trace.append({"ph": "C", "pid": _PROCESS, "name": "NVML utilisation %", "ts": us(t_ms),
-                      "args": {"gpu": gpu, "memory": memory}})
+        trace.append(
+            {
+                "ph": "C",
+                "pid": _PROCESS,
+                "name": "NVML utilisation %",
+                "ts": us(t_ms),
+                "args": {"gpu": gpu, "memory": memory},
+            }
+        )
     render = events[-1]["render"] if events else ""
     names = [{"ph": "M", "pid": _PROCESS, "tid": 0, "name": "process_name", "args": {"name": f"render {render}"}}]
     for name, tid in tracks.names():
         names.append({"ph": "M", "pid": _PROCESS, "tid": tid, "name": "thread_name", "args": {"name": name}})
         names.append({"ph": "M", "pid": _PROCESS, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
-    return {"traceEvents": names + trace, "displayTimeUnit": "ms",
-            "otherData": {"render": render, "origin_t_ms": origin}}
+    return {
+        "traceEvents": names + trace,
+        "displayTimeUnit": "ms",
+        "otherData": {"render": render, "origin_t_ms": origin},
+    }
 
 
 class _Tracks:
@@ -71,17 +107,19 @@ class _Tracks:
             if name != segment:
                 continue
             used += 1
-            while open_ends and open_ends[-1] <= start:
+            while open_ends and open_ends[-1] <= start + _ROUNDING_MS:
                 open_ends.pop()
-            if not open_ends or stop <= open_ends[-1]:
+            if not open_ends or stop <= open_ends[-1] + _ROUNDING_MS:
                 open_ends.append(stop)
                 return tid
         self._tracks.append((segment, used, [stop]))
         return len(self._tracks)
 
     def names(self) -> list[tuple[str, int]]:
-        return [(f"{name}, in flight {number}" if number else name, tid)
-                for tid, (name, number, _) in enumerate(self._tracks, 1)]
+        return [
+            (f"{name}, in flight {number}" if number else name, tid)
+            for tid, (name, number, _) in enumerate(self._tracks, 1)
+        ]
 
 
 def _segment_at(segments: list[tuple[float, float, str]], t_ms: float) -> str:

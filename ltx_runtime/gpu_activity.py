@@ -3,14 +3,16 @@
 Kernel start and end times come from the device, so the union of their intervals is true busy time, gaps excluded, for
 eager code and for graph replays alike. The price is a slower host during the call: profiled wall time is no wall time.
 """
+
 from __future__ import annotations
 
 import dataclasses
 import re
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType
@@ -18,11 +20,26 @@ from torch.autograd import DeviceType
 from .intervals import Interval, gaps, length
 
 # Runtime and driver calls in which the host waits for the device; cudaFree waits for all of it.
-HOST_WAITS = frozenset({
-    "cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemcpy2D",
-    "cudaMemcpyToSymbol", "cudaMemcpyFromSymbol", "cudaFree", "cudaFreeHost", "cuCtxSynchronize", "cuStreamSynchronize",
-    "cuEventSynchronize", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemcpyDtoD", "cuMemFree",
-})
+HOST_WAITS = frozenset(
+    {
+        "cudaDeviceSynchronize",
+        "cudaStreamSynchronize",
+        "cudaEventSynchronize",
+        "cudaMemcpy",
+        "cudaMemcpy2D",
+        "cudaMemcpyToSymbol",
+        "cudaMemcpyFromSymbol",
+        "cudaFree",
+        "cudaFreeHost",
+        "cuCtxSynchronize",
+        "cuStreamSynchronize",
+        "cuEventSynchronize",
+        "cuMemcpyHtoD",
+        "cuMemcpyDtoH",
+        "cuMemcpyDtoD",
+        "cuMemFree",
+    }
+)
 # Bounds fn among the host calls. Chosen because no code calls it in passing and the profiler does not filter it out.
 _MARKER = "cudaMemGetInfo"
 _VERSION_SUFFIX = re.compile(r"(_v\d+|_ptsz|_ptds)+$")
@@ -78,11 +95,18 @@ class GpuActivity:
             total = copies.setdefault(f"{copy.kind} ({copy.memory})", {"count": 0, "bytes": 0})
             total["count"] += 1
             total["bytes"] = None if copy.bytes is None or total["bytes"] is None else total["bytes"] + copy.bytes
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)
-                  if field.name not in ("result", "memcpys", "top_kernels", "host_waits")}
+        fields = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("result", "memcpys", "top_kernels", "host_waits")
+        }
         waits = None if self.host_waits is None else dict(self.host_waits)
-        return {**fields, "memcpys": copies, "host_waits": waits,
-                "top_kernels": [dataclasses.asdict(kernel) for kernel in self.top_kernels]}
+        return {
+            **fields,
+            "memcpys": copies,
+            "host_waits": waits,
+            "top_kernels": [dataclasses.asdict(kernel) for kernel in self.top_kernels],
+        }
 
 
 @dataclass(frozen=True)
@@ -134,14 +158,15 @@ def measure_gpu_busy(fn: Callable[[], Any], *, device: torch.device | str | None
     return summarize_activity(records, result, wall_ms)
 
 
-def summarize_activity(records: Iterable[ActivityRecord], result: Any, profiled_wall_ms: float,
-                       top: int = 12) -> GpuActivity:
+def summarize_activity(
+    records: Iterable[ActivityRecord], result: Any, profiled_wall_ms: float, top: int = 12
+) -> GpuActivity:
     """GpuActivity from the records of one profiled call; `top` kernels by total time."""
     records = list(records)
     work = [record for record in records if record.kind != "host"]
     if not work:
-        return GpuActivity(result, profiled_wall_ms,
-                           reason="the profiler recorded no GPU activity: CUPTI is not available, or nothing was launched")
+        reason = "the profiler recorded no GPU activity: CUPTI is not available, or nothing was launched"
+        return GpuActivity(result, profiled_wall_ms, reason=reason)
     kernels = [record for record in work if record.kind == "kernel"]
     totals: dict[str, list[int]] = {}
     for kernel in kernels:
@@ -222,7 +247,7 @@ def _host_calls_of_fn(records: list[ActivityRecord]) -> list[str] | None:
     marks = [position for position, record in enumerate(host) if record.name == _MARKER]
     if len(marks) < 2:
         return None
-    return [record.name for record in host[marks[0] + 1:marks[-1]] if record.name != _MARKER]
+    return [record.name for record in host[marks[0] + 1 : marks[-1]] if record.name != _MARKER]
 
 
 def _memcpy(record: ActivityRecord) -> Memcpy:

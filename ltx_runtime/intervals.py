@@ -1,7 +1,9 @@
 """Arithmetic on time intervals: (start, end) pairs in one unit, end >= start."""
+
 from __future__ import annotations
 
-from typing import Iterable
+from collections.abc import Iterable
+from itertools import pairwise
 
 Interval = tuple[float, float]
 
@@ -27,7 +29,7 @@ def length(intervals: Iterable[Interval]) -> float:
 def gaps(intervals: Iterable[Interval]) -> list[Interval]:
     """The uncovered stretches between the first start and the last end."""
     merged = union(intervals)
-    return [(before[1], after[0]) for before, after in zip(merged, merged[1:])]
+    return [(before[1], after[0]) for before, after in pairwise(merged)]
 
 
 def phase_interval(end_event: dict) -> Interval:

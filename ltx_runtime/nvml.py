@@ -2,11 +2,12 @@
 
 Called through ctypes on the driver's own library, so no Python package is needed and any NVIDIA machine has it.
 
-What the number means: NVML's `utilization.gpu` is the share of the driver's last sampling window (between 1/6 s and 1 s,
-by product) in which at least one kernel ran. Samples are taken faster than that so that a change is seen early, but
-neighbouring samples share a window: a phase shorter than a second also shows what ran before it, and gaps between
-kernels of a few ms do not show at all. It is a cross-check on long phases; `gpu_ms` of the phase log is the measurement.
+What the number means: NVML's `utilization.gpu` is the share of the driver's last sampling window (between 1/6 s and
+1 s, by product) in which at least one kernel ran. Samples are taken faster than that so that a change is seen early,
+but neighbouring samples share a window: a phase shorter than a second also shows what ran before it, and gaps of a few
+ms between kernels do not show at all. It is a cross-check on long phases; `gpu_ms` of the phase log is the measurement.
 """
+
 from __future__ import annotations
 
 import ctypes
@@ -14,7 +15,7 @@ import logging
 import sys
 import threading
 import time
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 

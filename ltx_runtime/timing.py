@@ -6,9 +6,11 @@ the named phases begin and end. Every event goes at once to the file, to the `lt
 
 Three times are kept apart because they answer different questions:
 - `wall_ms`: host clock, from begin to end;
-- `stream_ms`: a CUDA event pair around the phase's work; it contains the gaps in which the GPU waited, so it is not busy time;
+- `stream_ms`: a CUDA event pair around the phase's work; the gaps in which the GPU waited are inside, so it is no busy
+  time;
 - `gpu_ms`: time in which kernels ran, set by the caller with the method that measured it, else null.
 """
+
 from __future__ import annotations
 
 import datetime
@@ -19,9 +21,10 @@ import numbers
 import secrets
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -30,11 +33,23 @@ from .intervals import gaps, length, phase_interval
 from .nvml import UtilizationSampler
 
 SCHEMA = "ltxgraph.phase_log/1"
-PHASES = frozenset({
-    "load.read", "load.place", "prepare.connectors", "prepare.constants", "sample.step", "sample.measure",
-    "sample.warmup", "sample.capture", "sample.replay", "decode.video.chunk", "decode.audio", "upscale",
-    "transfer.to_host",
-})
+PHASES = frozenset(
+    {
+        "load.read",
+        "load.place",
+        "prepare.connectors",
+        "prepare.constants",
+        "sample.step",
+        "sample.measure",
+        "sample.warmup",
+        "sample.capture",
+        "sample.replay",
+        "decode.video.chunk",
+        "decode.audio",
+        "upscale",
+        "transfer.to_host",
+    }
+)
 PHASE_PREFIXES = ("decode.", "encode.")
 SEGMENT = "segment"  # the stay in one node; it contains phases and is no phase itself
 GPU_METHODS = ("cupti", "graph_events", "delayed_events")
@@ -50,13 +65,10 @@ def new_render_id() -> str:
 
 
 class Phase:
-    """A running phase. `attrs` may be extended until the end; `gpu_ms` and `gpu_method` (one of GPU_METHODS) may be set.
+    """A running phase. Until its end `attrs` may be extended, and `gpu_ms` with `gpu_method` (of GPU_METHODS) be set.
 
     After the end `wall_ms`, `stream_ms` and `mem_peak_bytes` are known (None where there is nothing to know).
     """
-
-    __slots__ = ("name", "attrs", "gpu_ms", "gpu_method", "wall_ms", "stream_ms", "mem_peak_bytes", "_device", "_begun",
-                 "_done", "_start_event", "_end_event")
 
     def __init__(self, name: str, attrs: dict[str, Any], device: torch.device):
         self.name = name
@@ -100,7 +112,8 @@ class Timeline:
     path: the .jsonl file, by custom `<output>/ltxgraph/<render id>.jsonl`; its folder is made. None keeps events in
         memory only. The file is open only while a phase or segment is, and is flushed at every event.
     device: where the work runs. On CUDA, stream times and peak memory are taken and NVML is sampled in segments. The
-        peak counter of torch's allocator is reset at every begin and end; read peaks from the events.
+        peak counter of torch's allocator is reset at every begin and end; read peaks from the events. They leave out
+        the memory of graph recordings under cudaMallocAsync, which is in no torch statistic (cuda_graph_facts.md 5).
     render_id: defaults to the file's stem, or to a new one without a file.
     on_event: called with every event, in the thread that caused it.
 
@@ -108,8 +121,14 @@ class Timeline:
     RuntimeError on CUDA). Names outside design.md section 5 raise ValueError.
     """
 
-    def __init__(self, path: Path | str | None, *, device: torch.device | str | None = None,
-                 render_id: str | None = None, on_event: Callable[[dict], None] | None = None):
+    def __init__(
+        self,
+        path: Path | str | None,
+        *,
+        device: torch.device | str | None = None,
+        render_id: str | None = None,
+        on_event: Callable[[dict], None] | None = None,
+    ):
         self.path = Path(path) if path is not None else None
         self.render_id = render_id or (self.path.stem if self.path else new_render_id())
         self.device = torch.device(device or "cpu")
@@ -172,7 +191,8 @@ class Timeline:
         event["wall_ms"] = round(phase.wall_ms, 4)
         event["gpu_ms"] = _rounded(phase.gpu_ms)
         event["gpu_method"] = phase.gpu_method if phase.gpu_ms is not None else None
-        event["gpu_busy"] = _rounded(phase.gpu_ms / phase.wall_ms if phase.gpu_ms is not None and phase.wall_ms else None)
+        busy = phase.gpu_ms / phase.wall_ms if phase.gpu_ms is not None and phase.wall_ms else None
+        event["gpu_busy"] = _rounded(busy)
         event["stream_ms"] = _rounded(phase.stream_ms)
         event["cpu_ms"] = round(max(done[1] - start[1], 0) / 1e6, 4)
         event["mem_peak_bytes"] = phase.mem_peak_bytes
@@ -225,7 +245,7 @@ class Timeline:
         if outermost and self._utilization.reason:
             self._note_once_without_nvml()
 
-    def child(self, *, on_event: Callable[[dict], None] | None = None) -> "Timeline":
+    def child(self, *, on_event: Callable[[dict], None] | None = None) -> Timeline:
         """Continue this render in the next node: same render id, same file, same clock, the events so far.
 
         This timeline then is read-only. A second `child` of it (a cached node feeds a second run or another branch) is
@@ -454,8 +474,10 @@ def _record_event(device: torch.device, phase_name: str) -> torch.cuda.Event | N
 
 def _check_name(name: str) -> None:
     if name not in PHASES and not name.startswith(PHASE_PREFIXES):
-        raise ValueError(f"{name!r} is not a phase of the log. Known: {', '.join(sorted(PHASES))}, "
-                         f"and anything below {' '.join(PHASE_PREFIXES)}")
+        raise ValueError(
+            f"{name!r} is not a phase of the log. Known: {', '.join(sorted(PHASES))}, "
+            f"and anything below {' '.join(PHASE_PREFIXES)}"
+        )
 
 
 def _rounded(value: float | None) -> float | None:
