@@ -74,6 +74,12 @@ class ResidentModule:
             return False
         # Built anew after an eviction: whatever a model derived from its weights and kept goes with the old one.
         module = build_on_meta(self._build) if self._blank is None else self._blank
+        self._fill(module, timeline, on_progress)
+        self.module, self._blank = module, None
+        self.generation += 1
+        return True
+
+    def _fill(self, module: nn.Module, timeline: Timeline | None, on_progress: Progress | None) -> None:
         load_weights(
             module,
             self.header,
@@ -83,9 +89,6 @@ class ResidentModule:
             on_progress=on_progress,
             timeline=timeline,
         )
-        self.module, self._blank = module, None
-        self.generation += 1
-        return True
 
     def evict(self) -> None:
         """Drop the weights; the next ensure_resident reads them again. Harmless when they are not resident."""

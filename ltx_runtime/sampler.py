@@ -66,14 +66,19 @@ class SampleResult:
 
 
 @dataclass(frozen=True)
-class _Prepared:
-    """All that the loop reads, on the device."""
+class Prepared:
+    """All that the loop reads, on the device. start: noisy tokens of both streams; the lists have one entry a step."""
 
     constants: StepConstants
     start: Pair
     noise: list[Pair]
     modulation: list[StepModulation]
     coefficients: list[Tensor]
+
+    def inputs(self, index: int, x: Pair) -> StepInputs:
+        """Inputs of step `index` for the tokens (video, audio) that the step before left."""
+        video, audio = (None if tokens is None else StreamInputs(tokens, n) for tokens, n in zip(x, self.noise[index]))
+        return StepInputs(video, audio, self.modulation[index], self.coefficients[index])
 
 
 def sample(
@@ -103,9 +108,9 @@ def sample(
     _check_streams(model, request)
     model.ensure_resident(timeline)
     with torch.inference_mode():
-        prepared = _prepare(model, request, sigmas, noise_source, timeline)
+        prepared = prepare(model, request, timeline, noise_source)
         total = len(sigmas) - 1
-        runner = StepRunner(
+        with StepRunner(
             model,
             prepared.constants,
             total,
@@ -113,8 +118,8 @@ def sample(
             cuda_graph=cuda_graph,
             on_capture_failure=on_capture_failure,
             on_finished=lambda index: on_step(index + 1, total) if on_step else None,
-        )
-        video, audio = denoise(prepared, request, runner, check_cancelled or (lambda: None), on_preview)
+        ) as runner:
+            video, audio = denoise(prepared, request, runner, check_cancelled or (lambda: None), on_preview)
         scale = 1.0
         if request.noise_convention == "comfyui" and sigmas[-1] > 0:
             scale = 1 - sigmas[-1].item()  # ComfyUI divides the noisy end state of an unfinished schedule
@@ -125,33 +130,26 @@ def sample(
         )
 
 
-def denoise(prepared: _Prepared, request: SampleRequest, runner: StepRunner, check_cancelled, on_preview) -> Pair:
+def denoise(prepared: Prepared, request: SampleRequest, runner: StepRunner, check_cancelled, on_preview) -> Pair:
     """The denoising loop: final tokens of both streams."""
     total = len(prepared.coefficients)
-    video_x, audio_x = prepared.start
+    x = prepared.start
     for index in range(total):
         check_cancelled()
-        video_noise, audio_noise = prepared.noise[index]
-        outputs = runner.run(
-            index,
-            StepInputs(
-                video=None if video_x is None else StreamInputs(video_x, video_noise),
-                audio=None if audio_x is None else StreamInputs(audio_x, audio_noise),
-                modulation=prepared.modulation[index],
-                coefficients=prepared.coefficients[index],
-            ),
-        )
-        video_x = None if outputs.video is None else outputs.video.x
-        audio_x = None if outputs.audio is None else outputs.audio.x
+        outputs = runner.run(index, prepared.inputs(index, x))
+        x = tuple(None if stream is None else stream.x for stream in (outputs.video, outputs.audio))
         if on_preview is not None:
             state, shown = (request.video, outputs.video) if outputs.video else (request.audio, outputs.audio)
             on_preview(index, total, _to_latent(state, shown.denoised))
-    runner.finish()
-    return video_x, audio_x
+    return x
 
 
-def _prepare(model, request: SampleRequest, sigmas: Tensor, noise_source, timeline: Timeline) -> _Prepared:
-    """Everything constant in the loop, or known before it: contexts, positions, RoPE, AdaLN rows, noise of all steps."""
+def prepare(
+    model: TransformerModel, request: SampleRequest, timeline: Timeline, noise_source: ReferenceNoise | None = None
+) -> Prepared:
+    """Everything constant in the loop, or known before it: contexts, positions, RoPE, AdaLN rows, noise of all steps.
+    The weights must be resident."""
+    sigmas = check_sigmas(request.sigmas)
     device, transformer = model.device, model.module
     video, audio = (None if s is None else s.to(device) for s in (request.video, request.audio))
     with timeline.phase("prepare.connectors"):
@@ -182,7 +180,7 @@ def _prepare(model, request: SampleRequest, sigmas: Tensor, noise_source, timeli
         )
         noise = _step_noise(request, sigmas, noise_source, video, audio)
         constants = StepConstants(forward, _blend(video), _blend(audio), request.sampler)
-    return _Prepared(constants, start, noise, modulation, coefficients)
+    return Prepared(constants, start, noise, modulation, coefficients)
 
 
 def _noise_source(model, request: SampleRequest):

@@ -28,7 +28,7 @@ ON_CAPTURE_FAILURE = ("eager", "error")
 # timed parts.
 _TIMED_STEP, _MEASURED_STEP = 1, 2
 # About 500 launches: half of what the launch queue holds.
-_BLOCKS_PER_PART = 4
+BLOCKS_PER_PART = 4
 
 
 @dataclass
@@ -42,7 +42,7 @@ class _InFlight:
 
 
 class StepRunner:
-    """One render's steps. Call `run` for every step, then `finish`; `account` tells what happened.
+    """One render's steps: a context manager in which `run` is called for every step. `account` tells what happened.
 
     on_finished(index): called when the host has seen step `index` end.
     Raises CaptureError at construction or in `run` with on_capture_failure "error", RestartRequiredError whenever the
@@ -104,9 +104,15 @@ class StepRunner:
             return self._measure(index, inputs)
         return self._eager(index, inputs)
 
-    def finish(self) -> None:
-        """Wait for the last step."""
-        self._drain()
+    def __enter__(self) -> StepRunner:
+        return self
+
+    def __exit__(self, kind, error: BaseException | None, traceback) -> None:
+        """Wait for the last step and close the account. After an error or a cancel nothing is waited for."""
+        if error is None:
+            self._drain()
+        elif self._in_flight is not None:
+            self._timeline.end(self._in_flight.phase, error=error)
         if self._recording is not None:
             self._recording.forget_constants()
         graphs = self._model.graphs
@@ -198,7 +204,7 @@ class StepRunner:
         with self._timeline.phase("sample.measure", step=index, eager_wall_ms=self._timed_ms) as phase:
             measured = gpu_time_behind_delay(
                 lambda: self._step(self._constants, inputs),
-                list(self._model.module.transformer_blocks)[_BLOCKS_PER_PART::_BLOCKS_PER_PART],
+                list(self._model.module.transformer_blocks)[BLOCKS_PER_PART::BLOCKS_PER_PART],
                 wall_ms=self._timed_ms,
                 device=self._model.device,
             )
@@ -209,7 +215,9 @@ class StepRunner:
         self._check_finite(index, outputs.probe.to("cpu"))
         self._on_finished(index)
         if measured.gpu_ms is None:
-            self._give_up(f"GPU time could not be measured: {measured.reason}")
+            self._measuring = False
+            self.account["decision"] = f"auto: GPU time could not be measured ({measured.reason}), not captured"
+            self._timeline.note("sample.measure", self.account["decision"])
             return outputs
         measurement = BusyMeasurement(self._timed_ms, measured.gpu_ms)
         self._model.graphs.measurements[self._key] = measurement

@@ -1,0 +1,93 @@
+"""Full-size models with random weights, built on the device from the published manifests: no file of 42 GB is needed.
+
+The numbers they give are the real ones in time and memory; their pictures mean nothing.
+"""
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from ltx_runtime.checkpoint import CheckpointHeader, TensorSpec  # noqa: E402
+from ltx_runtime.conditioning import audio_state, text_to_video_state  # noqa: E402
+from ltx_runtime.cuda_graph import allocator_backend  # noqa: E402
+from ltx_runtime.runtime import TransformerModel  # noqa: E402
+from ltx_runtime.sampler import SampleRequest, TextFeatures  # noqa: E402
+from ltx_runtime.schedules import distilled_sigmas  # noqa: E402
+from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape, audio_latent_frames  # noqa: E402
+from ltx_runtime.tiny import fill_random  # noqa: E402
+from ltx_runtime.video_vae import VideoVAE  # noqa: E402
+
+FRAMES, FRAME_RATE = 121, 24.0
+SIZES = {"S0": (384, 256), "S1": (768, 512), "S2": (1536, 1024)}
+_BYTES = {"BF16": 2, "F32": 4}
+
+
+class RandomTransformer(TransformerModel):
+    """The published 22B layout, filled on the device."""
+
+    def __init__(self, device: torch.device, seed: int = 0):
+        super().__init__(_published_header("transformer-22b", "transformer"), device=device)
+        self._seed = seed
+
+    def _fill(self, module, timeline, on_progress):
+        fill_random(module, device=self.device, seed=self._seed)
+
+
+class RandomVideoVAE(VideoVAE):
+    """The published conv video VAE's decoder, filled on the device."""
+
+    def __init__(self, device: torch.device, seed: int = 0):
+        super().__init__(_published_header("video_vae_conv", "video_vae_conv"), device=device)
+        self._seed = seed
+
+    _fill = RandomTransformer._fill
+
+
+def request(size: str, *, seed: int = 1, prompt: int = 1, audio: bool = True) -> SampleRequest:
+    """A distilled text-to-video request of 121 frames at 24 fps with its sound, prompts of 200 random tokens."""
+    width, height = SIZES[size]
+    features = torch.randn(1, 200, 6144, generator=torch.Generator().manual_seed(prompt))
+    return SampleRequest(
+        video=text_to_video_state(VideoLatentShape.from_pixels(width, height, FRAMES), FRAME_RATE),
+        audio=audio_state(AudioLatentShape(1, 8, audio_latent_frames(FRAMES, FRAME_RATE), 16)) if audio else None,
+        text=TextFeatures(features, processed=False),
+        sigmas=distilled_sigmas(),
+        seed=seed,
+        sampler="euler_ancestral",
+    )
+
+
+def environment() -> dict:
+    """Where a figure was measured."""
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "device": properties.name,
+        "memory_gib": round(properties.total_memory / 2**30),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "allocator": allocator_backend(),
+        "python": sys.version.split()[0],
+        "weights": "random, published 22B layout",
+    }
+
+
+def _published_header(name: str, component: str) -> CheckpointHeader:
+    """A header as the published file has it, from its manifest and config. There is no file behind it."""
+    manifest = json.loads((ROOT / "tests" / "manifests" / f"{name}.json").read_text())
+    config = json.loads((ROOT / "tests" / "configs" / f"{name}.json").read_text())
+    config = config.get("metadata", {}).get("config", config)
+    tensors, end = {}, 0
+    for tensor, (dtype, shape) in manifest.items():
+        start, end = end, end + torch.Size(shape).numel() * _BYTES[dtype]
+        tensors[tensor] = TensorSpec(dtype, tuple(shape), start, end)
+    prefix = "model.diffusion_model." if component == "transformer" else ""
+    return CheckpointHeader(
+        Path(f"{name} with random weights"), end, 0, {"model_version": "2.5.0"}, config, tensors, {component: prefix}
+    )

@@ -1,0 +1,138 @@
+"""One denoising step at S0, S1, S2: eager and graphed, wall, GPU time, busy share, launches, copies, syncs, memory, capture.
+
+    python3 dev.py bench step [S0 S1 S2] [--json FILE]
+
+Eager wall and GPU time come from separate renders: CUPTI slows the host. Graphed GPU time is an event pair around the replay.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+from full_size import SIZES, RandomTransformer, environment, request
+from ltx_runtime.gpu_activity import measure_gpu_busy
+from ltx_runtime.gpu_time import gpu_time_behind_delay
+from ltx_runtime.sampler import prepare, sample
+from ltx_runtime.step_runner import BLOCKS_PER_PART
+from ltx_runtime.steps import denoise_step
+from ltx_runtime.timing import Timeline
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--json", help="write the full numbers here")
+    arguments = parser.parse_args()
+    device = torch.device("cuda", 0)
+    model = RandomTransformer(device)
+    model.ensure_resident()
+    rows = [measure(model, size) for size in arguments.sizes]
+    # CUPTI last of all: once used, every launch of the process is slower.
+    for row in rows:
+        row |= profile(model, row["size"])
+    result = {"benchmark": "step", "environment": environment(), "rows": rows}
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(result, file, indent=1)
+    print(table(rows))
+    print(json.dumps(result))
+
+
+def render(model, size: str, mode: str) -> tuple[list[float], list[float], dict, Timeline, tuple]:
+    """One distilled render. Returns step stream times and GPU times, the account, the timeline and the latents."""
+    timeline = Timeline(None, device=model.device)
+    with timeline.segment("sampler"):
+        result = sample(model, request(size), cuda_graph=mode, timeline=timeline)
+    ends = [e for e in timeline.events if e["event"] == "end" and e["phase"] in ("sample.step", "sample.replay")]
+    return [e["stream_ms"] for e in ends], [e["gpu_ms"] for e in ends], result.graph, timeline, (result.video, result.audio)
+
+
+def measure(model, size: str) -> dict:
+    render(model, size, "off")
+    before = torch.cuda.memory_allocated()
+    eager_steps, peaks = [], []
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        steps, _, _, timeline, eager = render(model, size, "off")
+        eager_steps += steps[1:]
+        peaks.append(max(e["mem_peak_bytes"] for e in timeline.events if e["event"] == "end"))
+    render_auto = render(model, size, "auto")[2]
+    _, _, captured, _, first = render(model, size, "on")
+    replay_steps, replay_gpu = [], []
+    equal = [torch.equal(a, b) for a, b in zip(eager, first)]
+    for _ in range(2):
+        steps, gpu, account, _, graphed = render(model, size, "on")
+        replay_steps += steps
+        replay_gpu += gpu
+        equal += [torch.equal(a, b) for a, b in zip(eager, graphed)]
+    row = {
+        "size": size,
+        "eager_ms": statistics.median(eager_steps),
+        "eager_range_ms": [min(eager_steps), max(eager_steps)],
+        "graphed_ms": statistics.median(replay_steps),
+        "graphed_range_ms": [min(replay_steps), max(replay_steps)],
+        "graphed_gpu_ms": statistics.median(replay_gpu),
+        "equal_bit_for_bit": all(equal),
+        "auto": render_auto["decision"],
+        "capture": captured["capture"],
+        "peak_gb": max(peaks) / 1e9,
+        "activations_gb": (max(peaks) - before) / 1e9,
+    }
+    model.graphs.close()
+    return row
+
+
+def profile(model, size: str) -> dict:
+    """Activity of one eager step under CUPTI, and the same step's GPU time by delayed events."""
+    with torch.inference_mode():
+        prepared = prepare(model, request(size), Timeline(None, device=model.device))
+        inputs = prepared.inputs(0, prepared.start)
+
+        def step():
+            return denoise_step(model.module, prepared.constants, inputs)
+
+        walls = []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            step()
+            torch.cuda.synchronize()
+            walls.append((time.perf_counter() - started) * 1e3)
+        parts = list(model.module.transformer_blocks)[BLOCKS_PER_PART::BLOCKS_PER_PART]
+        delayed = gpu_time_behind_delay(step, parts, wall_ms=statistics.median(walls), device=model.device)
+        activity = measure_gpu_busy(step, device=model.device)
+    return {
+        "eager_gpu_ms": activity.gpu_ms,
+        "delayed_events_gpu_ms": delayed.gpu_ms,
+        "delayed_events_reason": delayed.reason,
+        "launches": activity.kernel_count,
+        "copies_in_step": len(activity.memcpys),
+        "host_waits_in_step": dict(activity.host_waits or ()),
+        "top_kernels": [vars(kernel) for kernel in activity.top_kernels],
+    }
+
+
+def table(rows: list[dict]) -> str:
+    lines = [
+        "| size | eager ms | GPU ms (CUPTI / delayed events) | busy | launches | graphed ms | graphed GPU ms | equal | copies, waits | capture ms (warm-up + record + first replay) | graph MB | peak GB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        capture = r["capture"]
+        delayed = "-" if r["delayed_events_gpu_ms"] is None else f"{r['delayed_events_gpu_ms']:.1f}"
+        lines.append(
+            f"| {r['size']} | {r['eager_ms']:.1f} ({r['eager_range_ms'][0]:.1f}-{r['eager_range_ms'][1]:.1f}) "
+            f"| {r['eager_gpu_ms']:.1f} / {delayed} | {r['eager_gpu_ms'] / r['eager_ms']:.0%} | {r['launches']} "
+            f"| {r['graphed_ms']:.1f} ({r['graphed_range_ms'][0]:.1f}-{r['graphed_range_ms'][1]:.1f}) | {r['graphed_gpu_ms']:.1f} "
+            f"| {r['equal_bit_for_bit']} | {r['copies_in_step']}, {sum(r['host_waits_in_step'].values())} "
+            f"| {capture['warmup_ms']:.0f} + {capture['capture_ms']:.0f} + {capture['first_replay_ms']:.0f} "
+            f"| {(capture['graph_bytes'] + capture['static_bytes']) / 2**20:.0f} | {r['peak_gb']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
