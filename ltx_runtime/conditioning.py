@@ -4,11 +4,13 @@ Appended tokens always stand after the target's own, so a result is the first sh
 
 Source: transformer.md section 11.
 """
+
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -74,7 +76,7 @@ def text_to_video_state(
 def audio_state(
     shape: AudioLatentShape, latent: Tensor | None = None, *, device: torch.device | str | None = None
 ) -> TokenState:
-    """Sound to be generated in full, from nothing or from a latent (B, C, T, mel). Raises ShapeError on another shape."""
+    """Sound to be generated in full, from nothing or a latent (B, C, T, mel). Raises ShapeError on another shape."""
     tokens = _target_tokens(shape, latent, patchify_audio, device)
     return TokenState(
         initial=tokens,
@@ -121,7 +123,8 @@ def append_keyframe(
     """
     if latent.ndim != 5 or latent.shape[2] != 1:
         raise ShapeError(
-            f"a keyframe latent has shape {tuple(latent.shape)}, expected (B, C, 1, H, W). Use append_clip for more frames."
+            f"a keyframe latent has shape {tuple(latent.shape)}, expected (B, C, 1, H, W). "
+            "Use append_clip for more frames."
         )
     positions = frame_positions(latent.shape[3], latent.shape[4], frame, frame_rate, state.positions.device)
     return _append(state, _grid_tokens(state, latent), positions, 1 - strength, attention_strength=attention_strength)
@@ -149,7 +152,7 @@ def append_slots(state: TokenState, frames: Sequence[int], frame_rate: float) ->
 
     frames: pixel frames, rising. Slot i holds the H*W tokens from shape.tokens + (earlier appended) + i*H*W on.
     """
-    if any(later <= earlier for earlier, later in zip(frames, frames[1:])):
+    if any(later <= earlier for earlier, later in pairwise(frames)):
         raise RequestError(f"keyframe slots {list(frames)} must be rising pixel frames.")
     shape = state.shape
     for frame in frames:
@@ -175,7 +178,8 @@ def append_reference(
 ) -> TokenState:
     """Append a reference video (IC-LoRA) that lies over the whole target.
 
-    latent: (B, C, F, H, W) on its own grid, spatial_ratio times smaller and temporal_ratio times sparser than the target.
+    latent: (B, C, F, H, W) on its own grid, spatial_ratio times smaller and temporal_ratio times sparser than the
+    target's.
     """
     positions = video_positions(*latent.shape[2:], frame_rate, device=state.positions.device)
     time, space = positions[:, :1] * temporal_ratio, positions[:, 1:] * spatial_ratio

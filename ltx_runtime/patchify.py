@@ -1,11 +1,12 @@
 """Latents <-> tokens, and the positions of tokens.
 
-Video tokens stand in frame, height, width order (width fastest), one token per latent cell. An audio token is one latent
-frame, its features channel-major. Positions are intervals [start, end) in float32: seconds for time, pixels of the current
-resolution for height and width.
+Video tokens stand in frame, height, width order (width fastest), one token per latent cell. An audio token is one
+latent frame, its features channel-major. Positions are intervals [start, end) in float32: seconds for time, pixels of
+the current resolution for height and width.
 
 Source: transformer.md section 4.
 """
+
 from __future__ import annotations
 
 import torch
@@ -51,12 +52,18 @@ def unpatchify_audio(tokens: Tensor, shape: AudioLatentShape) -> Tensor:
 
 
 def video_positions(
-    frames: int, height: int, width: int, frame_rate: float, *, start_frame: int = 0, device: torch.device | str | None = None
+    frames: int,
+    height: int,
+    width: int,
+    frame_rate: float,
+    *,
+    start_frame: int = 0,
+    device: torch.device | str | None = None,
 ) -> Tensor:
     """Positions (1, 3, F*H*W, 2) of a grid of latent cells: seconds, pixels, pixels.
 
-    start_frame is the pixel frame at which the grid begins. A grid that begins at frame 0 is causal: its first cell covers
-    one pixel frame, each later one TIME_FACTOR. Elsewhere every cell covers TIME_FACTOR frames.
+    start_frame is the pixel frame at which the grid begins. A grid that begins at frame 0 is causal: its first cell
+    covers one pixel frame, each later one TIME_FACTOR. Elsewhere every cell covers TIME_FACTOR frames.
     """
     time = _cell_intervals(frames, TIME_FACTOR, device)
     if start_frame == 0:
@@ -64,14 +71,16 @@ def video_positions(
     return _grid_positions((time + start_frame) / frame_rate, height, width)
 
 
-def frame_positions(height: int, width: int, frame: int, frame_rate: float, device: torch.device | str | None = None) -> Tensor:
+def frame_positions(
+    height: int, width: int, frame: int, frame_rate: float, device: torch.device | str | None = None
+) -> Tensor:
     """Positions (1, 3, H*W, 2) of single encoded pixel frame `frame`: it covers [frame, frame + 1) / frame_rate."""
     time = torch.tensor([[frame, frame + 1]], dtype=torch.float32, device=device) / frame_rate
     return _grid_positions(time, height, width)
 
 
 def audio_positions(frames: int, *, start: int = 0, device: torch.device | str | None = None) -> Tensor:
-    """Positions (1, 1, T, 2) of audio latent frames start..start+T-1, in seconds. The first frame of a clip is causal."""
+    """Positions (1, 1, T, 2) of audio latent frames start..start+T-1, in seconds. Frame 0 is causal."""
     cells = _cell_intervals(frames, _MEL_FRAMES_PER_LATENT, device, first=start)
     mel_frames = (cells + (1 - _MEL_FRAMES_PER_LATENT)).clamp_(min=0)
     samples, rate = _SECONDS_PER_MEL_FRAME

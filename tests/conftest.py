@@ -1,4 +1,5 @@
 """The golden option, and the golden table behind the test results."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -2,8 +2,10 @@
 
     python3 -m pytest tests/test_goldens.py --goldens DIR
 
-Dispatch is on the metadata's kind, never on file names. An unknown kind fails. What is not built yet is pending by name.
+Dispatch is on the metadata's kind, never on file names. An unknown kind fails. What is not built yet is pending by
+name.
 """
+
 from __future__ import annotations
 
 import importlib

@@ -1,4 +1,5 @@
 """The LTX denoiser and its text connectors."""
+
 from .inputs import PERTURBATION_KINDS, ForwardConstants, StepModulation, StreamConstants, StreamModulation
 from .model import LTXTransformer
 from .rope import RopeTable

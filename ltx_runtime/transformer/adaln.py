@@ -1,10 +1,11 @@
 """Adaptive layer norm: from a noise level to shift, scale and gate rows.
 
-Rows are made per distinct noise level before the loop, never per token: text-to-video has one level a step. A row set stands
-as (rows, U, width), U the number of distinct levels.
+Rows are made per distinct noise level before the loop, never per token: text-to-video has one level a step. A row set
+stands as (rows, U, width), U the number of distinct levels.
 
 Source: transformer.md section 6.
 """
+
 from __future__ import annotations
 
 import math
@@ -57,7 +58,7 @@ class AdaLayerNormSingle(nn.Module):
 
 
 def add_tables(tables: list[Tensor], rows: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Block tables (rows, width) each + shared rows (rows, U, width) -> (blocks, rows, U, width), in the activation dtype.
+    """Block tables (rows, width) each + shared rows (rows, U, width) -> (blocks, rows, U, width), in dtype.
 
     Without rows (prompt AdaLN off) the tables alone, U = 1. Contiguous, so that a row is a (U, width) table.
     """

@@ -2,6 +2,7 @@
 
 Source: transformer.md section 8.1.
 """
+
 from __future__ import annotations
 
 import torch
@@ -16,8 +17,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tenso
 
     q: (B, N, heads, head_dim); k, v: (B, M, heads, head_dim); bias: (B, 1, N, M) in q's dtype. Returns q's shape.
 
-    The kernel choice of the whole model lives here. torch's own choice now: cuDNN on an H200, the fastest at every video
-    shape. Flash is faster for few queries on many keys (126 x 6144, head_dim 64: 0.032 against 0.058 ms).
+    The kernel choice of the whole model lives here. torch's own choice now: cuDNN on an H200, the fastest at every
+    video shape. Flash is faster for few queries on many keys (126 x 6144, head_dim 64: 0.032 against 0.058 ms).
     """
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
@@ -26,7 +27,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tenso
 class Attention(nn.Module):
     """Self or cross attention; parameter names as published.
 
-    query_width, context_width: widths of the two inputs; the output has query_width again. Inner width is heads * head_dim.
+    query_width, context_width: widths of the two inputs; the output has query_width again. The inner width is
+    heads * head_dim.
     """
 
     def __init__(self, query_width: int, context_width: int, heads: int, head_dim: int, *, gated: bool, eps: float):

@@ -5,6 +5,7 @@ place (the streams are the model's own tensors), and with one noise level a step
 
 Source: transformer.md section 8.2.
 """
+
 from __future__ import annotations
 
 import torch
@@ -35,7 +36,9 @@ class FeedForward(nn.Module):
     def __init__(self, width: int, bias: bool):
         super().__init__()
         # Entry 1 is the published dropout, which has no weights.
-        self.net = nn.ModuleList([_GeluProjection(width, 4 * width, bias), nn.Identity(), nn.Linear(4 * width, width, bias=bias)])
+        self.net = nn.ModuleList(
+            [_GeluProjection(width, 4 * width, bias), nn.Identity(), nn.Linear(4 * width, width, bias=bias)]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net[2](self.net[0](x))
@@ -108,9 +111,7 @@ class TransformerBlock(nn.Module):
     ) -> None:
         shift, scale, gate = _rows(modulation.blocks[layer, 0:3], constants)
         normed = modulate(self._norm(x), scale, shift)
-        out = attention(
-            normed, rope=constants.rope, bias=constants.attention_bias, qk_eps=qk_eps, skip=skip, keep=keep
-        )
+        out = attention(normed, rope=constants.rope, bias=constants.attention_bias, qk_eps=qk_eps, skip=skip, keep=keep)
         x.addcmul_(out, gate)
 
     def _attend_text(

@@ -2,6 +2,7 @@
 
 Source: transformer.md section 7.
 """
+
 from __future__ import annotations
 
 import torch

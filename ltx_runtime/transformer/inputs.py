@@ -1,8 +1,9 @@
 """What a forward pass takes beside tokens: constants of the loop, and the modulation of one step.
 
-Both are frozen dataclasses of tensors and plain values, so that tensor_tree walks them: tensors become a captured step's
-static buffers, plain values its key. Python in the forward branches on these plain values only.
+Both are frozen dataclasses of tensors and plain values, so that tensor_tree walks them: tensors become a captured
+step's static buffers, plain values its key. Python in the forward branches on these plain values only.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass

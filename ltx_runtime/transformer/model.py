@@ -1,15 +1,17 @@
 """The LTX denoiser: an audio and a video stream through the same blocks.
 
-Three calls make a step. `prepare` turns a stage's tokens and contexts into constants, once a stage. `modulation` turns sigmas
-into AdaLN rows, once a step, before the loop. `forward` is pure device work: no host sync, no random numbers, no host tensor,
-no branch on data. It is what gets captured.
+Three calls make a step. `prepare` turns a stage's tokens and contexts into constants, once a stage. `modulation` turns
+sigmas into AdaLN rows, once a step, before the loop. `forward` is pure device work: no host sync, no random numbers, no
+host tensor, no branch on data. It is what gets captured.
 
 Source: transformer.md; sections are named at each part. Where ComfyUI deviates (18.1 to 18.3) the reference is followed
 unless compatibility says "comfyui".
 """
+
 from __future__ import annotations
 
-from typing import NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,9 +41,7 @@ class LTXTransformer(nn.Module):
 
         self.patchify_proj = nn.Linear(config.in_channels, video)
         self.audio_patchify_proj = nn.Linear(config.audio_in_channels, audio)
-        self.keyframes_abs_pos_embedding = (
-            nn.Parameter(torch.empty(1, video)) if config.keyframe_embedding else None
-        )
+        self.keyframes_abs_pos_embedding = nn.Parameter(torch.empty(1, video)) if config.keyframe_embedding else None
 
         self.adaln_single = AdaLayerNormSingle(video, 9)
         self.audio_adaln_single = AdaLayerNormSingle(audio, 9)
@@ -84,7 +84,7 @@ class LTXTransformer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Run the connectors: unprocessed text features to the contexts of both streams (section 7).
 
-        features: (B, n, video + audio feature width), any float dtype. mask: (B, n), nonzero = a real token (left padding is
+        features: (B, n, video + audio feature width), any float dtype. mask: (B, n), nonzero = a real token (padding is
         0); None = all real. length: of the contexts, by default 1024 and whole register sets beyond.
         Returns (video context (B, length, D), audio context (B, length, d)) in the activation dtype.
         Raises ShapeError for features of another width, CheckpointError when the file holds no connectors.
@@ -93,8 +93,8 @@ class LTXTransformer(nn.Module):
         video, audio = self.video_embeddings_connector, self.audio_embeddings_connector
         if video is None or audio is None:
             raise CheckpointError(
-                "this transformer file has no text connectors (video_embeddings_connector.*, audio_embeddings_connector.*), "
-                "so it can't use unprocessed text features. Use the published file, or conditioning that is processed."
+                "this transformer file has no text connectors ({video,audio}_embeddings_connector.*),"
+                " so it can't use unprocessed text features. Use the published file, or conditioning that is processed."
             )
         widths = [video.config.width, audio.config.width]
         if features.ndim != 3 or features.shape[2] != sum(widths):
@@ -134,8 +134,8 @@ class LTXTransformer(nn.Module):
         """Everything constant through a stage. May wait for the device; runs before the loop.
 
         video, audio: the streams present. *_context: (B or 1, S, context width), connector output; needed by an enabled
-        stream. A stream present but not enabled feeds the other one and is not updated. perturbations: (4, layers, B) in
-        PERTURBATION_KINDS order, 1 = keep, 0 = perturb (section 13). per_sample_sigma: samples may differ in sigma.
+        stream. A stream present but not enabled feeds the other one and is not updated. perturbations: (4, layers, B)
+        in PERTURBATION_KINDS order, 1 = keep, 0 = perturb (section 13). per_sample_sigma: samples may differ in sigma.
         Raises RequestError when there is nothing to denoise or a setting is unknown, ShapeError for contexts of another
         width or batch.
         """
@@ -172,7 +172,8 @@ class LTXTransformer(nn.Module):
         """AdaLN rows of one step for all blocks (section 6), per distinct noise level. Runs before the loop.
 
         sigma: float32 of 1 element, or B with per_sample_sigma, of both streams; of video only when sigma_audio is
-        given. A frozen stream (given sound) has denoise mask 0 and sigma 0. Raises ShapeError for another number of sigmas.
+        given. A frozen stream (given sound) has denoise mask 0 and sigma 0.
+        Raises ShapeError for another number of sigmas.
         """
         sigmas = {}
         if constants.video is not None:
@@ -183,7 +184,7 @@ class LTXTransformer(nn.Module):
         # The scalar level of each stream, which modulates its prompt and gates the other stream's cross attention.
         scalars, gates = dict(sigmas), dict(sigmas)
         if constants.compatibility == "comfyui":
-            # ComfyUI takes the largest token level instead: own sample's for prompts, the whole batch's for gates (18.3).
+            # ComfyUI takes the largest token level: own sample's for prompts, the whole batch's for gates (18.3).
             for name, stream in (("video", constants.video), ("audio", constants.audio)):
                 if stream is not None:
                     scalars[name] = sigmas[name] * stream.max_mask
@@ -230,8 +231,8 @@ class LTXTransformer(nn.Module):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Velocities of one step: noise - clean, so x0 = x - tau * velocity per token.
 
-        video_tokens: (B, Nv, C), audio_tokens: (B, Na, C), any float dtype; None where absent. Returns the same shapes in the
-        activation dtype. The captured region: nothing here touches the host.
+        video_tokens: (B, Nv, C), audio_tokens: (B, Na, C), any float dtype; None where absent. Returns the same shapes
+        in the activation dtype. The captured region: nothing here touches the host.
         """
         video = audio = None
         if video_tokens is not None:
@@ -318,7 +319,9 @@ class LTXTransformer(nn.Module):
         keep = torch.as_tensor(perturbations).to("cpu", torch.float32)
         expected = (len(PERTURBATION_KINDS), self.config.num_layers, batch)
         if tuple(keep.shape) != expected:
-            raise ShapeError(f"perturbations have shape {tuple(keep.shape)}, expected {expected} = (kinds, layers, batch).")
+            raise ShapeError(
+                f"perturbations have shape {tuple(keep.shape)}, expected {expected} = (kinds, layers, batch)."
+            )
         modes = tuple(tuple(_perturbation_mode(samples) for samples in kind) for kind in keep.tolist())
         if any("mix" in kind for kind in modes):
             return modes, keep.to(self.device, self.dtype)[..., None, None, None]
@@ -329,7 +332,7 @@ class LTXTransformer(nn.Module):
         sigma = sigma.to(self.device, torch.float32).reshape(-1)
         if sigma.numel() != constants.num_sigmas:
             raise ShapeError(
-                f"{sigma.numel()} sigmas for a step that was prepared for {constants.num_sigmas} (see per_sample_sigma)."
+                f"{sigma.numel()} sigmas for a step prepared for {constants.num_sigmas} (see per_sample_sigma)."
             )
         return sigma
 

@@ -1,15 +1,16 @@
 """Rotary position tables: split halves, other frequencies in every head.
 
-Built once per stage (they depend on grid, frame rate and appended tokens only) and laid out as (B, N, heads, half), which
-is how the attention sees its queries and keys before it transposes views, so the step needs no copy.
+Built once per stage (they depend on grid, frame rate and appended tokens only) and laid out as (B, N, heads, half),
+which is how the attention sees its queries and keys before it transposes views, so the step needs no copy.
 
 Source: transformer.md section 5.
 """
+
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 import torch
 from torch import Tensor
@@ -35,8 +36,8 @@ def rope_table(
 ) -> RopeTable:
     """cos and sin for tokens at the given points.
 
-    positions: (B, axes, N) float32 points (interval midpoints, or token indices). max_pos: one value an axis, in the unit of
-    positions. width: of all heads together. Angles are float32 whatever the dtype of the result.
+    positions: (B, axes, N) float32 points (interval midpoints, or token indices). max_pos: one value an axis, in the
+    unit of positions. width: of all heads together. Angles are float32 whatever the dtype of the result.
     """
     axes = positions.shape[1]
     frequencies = frequency_grid(theta, width, axes).to(positions.device)
@@ -44,7 +45,7 @@ def rope_table(
     fractions = positions.transpose(1, 2) / scale  # (B, N, axes)
     # Frequency-major, axis-minor.
     angles = (frequencies[:, None] * (fractions[:, :, None, :] * 2 - 1)).flatten(2)
-    # Widths that the axes don't divide are filled up in front, in head 0, by entries that don't rotate: cos 0 = 1, sin 0 = 0.
+    # A width that the axes don't divide is filled up in front, in head 0, by entries that don't rotate (angle 0).
     angles = torch.nn.functional.pad(angles, (width // 2 - angles.shape[2], 0))
     angles = angles.unflatten(2, (heads, width // (2 * heads)))
     return RopeTable(cos=angles.cos().to(dtype), sin=angles.sin().to(dtype))

@@ -6,6 +6,7 @@ A kind's module has
   check(path, case) -> Results to judge.
 Kinds of which nothing is built yet stand in pending.py instead.
 """
+
 from __future__ import annotations
 
 import json

@@ -1,4 +1,5 @@
 """The text connectors (transformer.md section 7)."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -26,9 +27,14 @@ def check(path: Path, case: str):
     if case == "left padded":
         seen = {}
         hooks = []
-        for name, connector in (("video", model.video_embeddings_connector), ("audio", model.audio_embeddings_connector)):
+        for name, connector in (
+            ("video", model.video_embeddings_connector),
+            ("audio", model.audio_embeddings_connector),
+        ):
             blocks = connector.transformer_1d_blocks
-            hooks.append(blocks[0].register_forward_pre_hook(_keep(seen, f"{name}.after_registers", lambda args, _: args[0])))
+            hooks.append(
+                blocks[0].register_forward_pre_hook(_keep(seen, f"{name}.after_registers", lambda args, _: args[0]))
+            )
             for i, block in enumerate(blocks):
                 hooks.append(block.register_forward_hook(_keep(seen, f"{name}.block{i}", lambda args, out: out)))
         hooks.append(

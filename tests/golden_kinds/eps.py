@@ -1,4 +1,5 @@
 """Norm epsilons made visible by tiny activations (transformer.md sections 2 and 18.2)."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Token order, positions, appended tokens, attention strengths, regions, token counts (transformer.md sections 4 and 11)."""
+"""Token order, positions, appended tokens, attention strengths, regions, counts (transformer.md 4 and 11)."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -58,7 +59,7 @@ def _check_video(golden, spec):
     yield compare("region_mask", region.denoise_mask, golden["region_mask"], EXACT)
 
     def appended(longer: C.TokenState) -> torch.Tensor:
-        return longer.positions[:, :, shape.tokens:]
+        return longer.positions[:, :, shape.tokens :]
 
     image = torch.randn(1, channels, 1, height, width)
     for frame in spec["keyframes"]:

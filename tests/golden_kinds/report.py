@@ -1,4 +1,5 @@
 """The golden table and the pending line behind the test results."""
+
 from __future__ import annotations
 
 import math
@@ -21,7 +22,9 @@ class GoldenReport:
         lines = [f"{'file':46} {'case':26} {'worst error':>11} {'tolerance':>9}  at (of n)"] if self.rows else []
         for (file, case), results in self.rows.items():
             worst = max(results, key=_share_of_tolerance)
-            lines.append(f"{file:46} {case:26} {worst.worst_error:11.2e} {worst.tolerance:9.1e}  {worst.name} ({len(results)})")
+            lines.append(
+                f"{file:46} {case:26} {worst.worst_error:11.2e} {worst.tolerance:9.1e}  {worst.name} ({len(results)})"
+            )
         return lines
 
     def pending_line(self) -> str:

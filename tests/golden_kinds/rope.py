@@ -1,4 +1,5 @@
 """RoPE tables at the 22B sizes, frequency grids, timestep sinusoid (transformer.md sections 5 and 6)."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -26,7 +27,11 @@ def cases(path: Path) -> list[str]:
 def check(path: Path, case: str):
     golden = load_file(path)
     if case == "freq_grid":
-        for name, width, axes in (("video", VIDEO_WIDTH, 3), ("audio", AUDIO_WIDTH, 1), ("connector_video", VIDEO_WIDTH, 1)):
+        for name, width, axes in (
+            ("video", VIDEO_WIDTH, 3),
+            ("audio", AUDIO_WIDTH, 1),
+            ("connector_video", VIDEO_WIDTH, 1),
+        ):
             # Up to pi/2 * 10000 large: compared relative to that.
             grid, expected = frequency_grid(THETA, width, axes), golden[f"freq_grid.{name}"]
             yield compare(f"freq_grid.{name}", grid / expected, torch.ones_like(expected), TOLERANCE)

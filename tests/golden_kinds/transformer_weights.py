@@ -1,7 +1,8 @@
 """The tiny golden transformers, loaded by our own loader."""
+
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from ltx_runtime.config import TransformerConfig
 from ltx_runtime.transformer import LTXTransformer
 
 
-@lru_cache(maxsize=None)
+@cache
 def golden_transformer(path: Path, dtype: torch.dtype | None = torch.float32) -> LTXTransformer:
     """dtype None keeps the file's: bf16 with float32 tables. Goldens are float32 unless named bf16."""
     header = read_header(path)
