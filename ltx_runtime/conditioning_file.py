@@ -42,15 +42,15 @@ def save_conditioning(path: str | os.PathLike[str], entries: Sequence[Entry]) ->
         for key, value in values.items():
             if isinstance(value, Tensor):
                 if key == "cond":
-                    raise RequestError(f"conditioning entry {index} holds a tensor under 'cond', a name this format uses.")
+                    raise RequestError(f"conditioning entry {index} holds a tensor under 'cond', which this format uses.")
                 tensors[f"entry.{index}.{key}"] = _own_copy(value)
             elif type(value) in _PLAIN:
                 plain_values[index][key] = value
             else:
                 raise RequestError(
-                    f"conditioning entry {index} holds {key!r} of type {type(value).__name__}; a conditioning file takes "
-                    "tensors, numbers, strings, booleans and None. Save the text encoder's output before other nodes "
-                    "add to it."
+                    f"conditioning entry {index} holds {key!r} of type {type(value).__name__}; a conditioning file "
+                    "takes tensors, numbers, strings, booleans and None. Save the text encoder's output before other "
+                    "nodes add to it."
                 )
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,320 @@
+"""Random weights that behave: tiny checkpoints in the published layout, and full-size modules filled on the device.
+
+`python3 -m ltx_runtime.tiny DIR` writes a transformer, a conv video VAE and two prompts under the published names. They
+have every structure of LTX-2.5 at small widths, so that the whole way from a file to a decoded video runs in seconds on
+a CPU. The pictures mean nothing, but they are neither flat nor clipped, and every input changes them.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Mapping
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from .conditioning_file import save_conditioning
+from .config import ConnectorConfig, ConvVAEConfig, TransformerConfig
+from .residency import build_on_meta
+from .transformer.model import LTXTransformer
+from .video_vae.conv_vae import ConvVideoVAE
+
+TRANSFORMER_FILE = "ltx-2.5-22b-distilled-transformer-bf16.safetensors"
+VIDEO_VAE_FILE = "ltx-2.5-video-vae-conv-bf16.safetensors"
+POSITIVE_FILE = "tiny-conditioning-positive.safetensors"
+NEGATIVE_FILE = "tiny-conditioning-negative.safetensors"
+
+TRANSFORMER_PREFIX = "model.diffusion_model."
+FLAVOURS = ("2.5", "2.3")
+
+# A standard normal through SiLU has a root mean square of 0.6, and normalised channels reach the last convolution
+# through SiLU. Pixels so get a deviation of 0.4: 1 % lie outside [-1, 1] and are clipped.
+_PIXEL_GAIN = 0.4 / 0.6
+
+
+def random_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Random values, on the generator's device, at the scale of the tensor's role in a trained model.
+
+    Matrices and kernels keep the variance of their input (deviation 1 / sqrt(fan-in)), so activations stay near 1 through
+    any number of layers. q and k norm weights near 2 give attention scores a deviation of 4: a query picks few keys, and
+    a prompt of ten tokens shows among a thousand registers. Modulation tables let every branch add about a third of the
+    stream; registers are as large as prompt tokens, latent deviations near 1; biases and embeddings are small.
+    """
+    mean, deviation = 0.0, 0.1
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        mean = 2.0
+    elif name.endswith("std-of-means"):
+        mean = 1.0
+    elif "scale_shift_table" in name:
+        deviation = 0.3
+    elif name.endswith("learnable_registers"):
+        deviation = 1.0
+    elif name.endswith(".weight"):
+        deviation = 1.0 / math.sqrt(math.prod(shape[1:]))
+        if name.endswith("decoder.conv_out.conv.weight"):
+            deviation *= _PIXEL_GAIN
+    return torch.empty(shape, dtype=dtype, device=generator.device).normal_(mean, deviation, generator=generator)
+
+
+def fill_random(module: nn.Module, *, device: torch.device | str, seed: int = 0) -> int:
+    """Give a module that build_on_meta made random weights on the device, in the dtypes it was built with.
+
+    A tensor depends on its name and the seed only. Returns the bytes placed.
+    """
+    generator = torch.Generator(device)
+    placed = 0
+    for module_name, owner in module.named_modules():
+        for leaf, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{module_name}.{leaf}"
+            # One 32-bit number: the CPU generator ignores the upper bits of a seed.
+            generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            tensor = random_tensor(name, tuple(parameter.shape), parameter.dtype, generator)
+            owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+            placed += tensor.numel() * tensor.element_size()
+    return placed
+
+
+def tiny_transformer_config(flavour: str = "2.5") -> TransformerConfig:
+    """Small widths, real latent channels. "2.3" has feed-forward biases and no keyframe embedding."""
+    if flavour not in FLAVOURS:
+        raise ValueError(f"flavour={flavour!r}, expected one of {', '.join(FLAVOURS)}")
+    connector = ConnectorConfig(
+        num_layers=1, heads=4, head_dim=32, max_pos=(4096.0,), num_registers=128, gated=True, ff_bias=True
+    )
+    return TransformerConfig(
+        num_layers=2,
+        video_heads=4,
+        video_head_dim=32,
+        audio_heads=4,
+        audio_head_dim=16,
+        in_channels=128,
+        out_channels=128,
+        audio_in_channels=128,
+        audio_out_channels=128,
+        context_width=128,
+        audio_context_width=64,
+        norm_eps=1e-6,
+        rope_theta=10000.0,
+        video_max_pos=(20.0, 2048.0, 2048.0),
+        audio_max_pos=(20.0,),
+        timestep_scale=1000.0,
+        av_ca_timestep_scale=1000.0,
+        gated_attention=True,
+        prompt_adaln=True,
+        ff_bias=flavour == "2.3",
+        audio_ff_bias=True,
+        keyframe_embedding=flavour == "2.5",
+        video_connector=connector,
+        audio_connector=replace(connector, head_dim=16),
+        model_version=f"{flavour}.0",
+    )
+
+
+def tiny_video_vae_config() -> ConvVAEConfig:
+    """The published block lists on few channels."""
+    kinds = (("res_x", 4), ("space", 2), ("res_x", 6), ("time", 2), ("res_x", 4), ("all", 2), ("res_x", 2), ("all", 1),
+             ("res_x", 2))
+    decoder_multipliers = iter((2, 2, 1, 2))
+    encoder_blocks: list[tuple[str, Mapping[str, int]]] = []
+    decoder_blocks: list[tuple[str, Mapping[str, int]]] = []
+    for kind, number in kinds:
+        if kind == "res_x":
+            encoder_blocks.append((kind, {"num_layers": number}))
+            decoder_blocks.append((kind, {"num_layers": number}))
+        else:
+            encoder_blocks.append((f"compress_{kind}_res", {"multiplier": number}))
+            decoder_blocks.append((f"compress_{kind}", {"multiplier": next(decoder_multipliers)}))
+    return ConvVAEConfig(
+        latent_channels=128,
+        encoder_base_channels=4,
+        decoder_base_channels=4,
+        patch_size=4,
+        encoder_blocks=tuple(encoder_blocks),
+        decoder_blocks=tuple(decoder_blocks),
+        causal_decoder=False,
+        model_version="2.5.0",
+    )
+
+
+def write_tiny_transformer(path: str | os.PathLike[str], *, seed: int = 0, flavour: str = "2.5") -> Path:
+    """Write a transformer with its connectors in the published layout (transformer.md sections 1 and 3)."""
+    config = tiny_transformer_config(flavour)
+    tensors = _random_weights(LTXTransformer, config, TRANSFORMER_PREFIX, seed)
+    return _write(path, tensors, {"transformer": _transformer_settings(config)}, config.model_version)
+
+
+def write_tiny_video_vae(path: str | os.PathLike[str], *, seed: int = 0) -> Path:
+    """Write a conv video VAE, encoder and decoder, in the published layout (video_vae.md section 1)."""
+    config = tiny_video_vae_config()
+    tensors = _random_weights(_whole_vae, config, "", seed)
+    return _write(path, tensors, {"vae": _vae_settings(config)}, config.model_version)
+
+
+def write_tiny_monolith(path: str | os.PathLike[str], *, seed: int = 0) -> Path:
+    """Write transformer and conv video VAE into one file, as LTX-2.3 is published."""
+    transformer, vae = tiny_transformer_config("2.3"), tiny_video_vae_config()
+    tensors = _random_weights(LTXTransformer, transformer, TRANSFORMER_PREFIX, seed)
+    tensors |= _random_weights(_whole_vae, vae, "vae.", seed)
+    settings = {"transformer": _transformer_settings(transformer), "vae": _vae_settings(vae)}
+    return _write(path, tensors, settings, transformer.model_version)
+
+
+def write_tiny_conditioning(path: str | os.PathLike[str], *, num_tokens: int, seed: int = 0) -> Path:
+    """Write one prompt as the native text encoder of LTX-2.5 leaves it: features of real tokens, connectors not run."""
+    config = tiny_transformer_config()
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(1, num_tokens, config.context_width + config.audio_context_width, generator=generator)
+    save_conditioning(path, [(features, {"pooled_output": None, "unprocessed_ltxav_embeds": True})])
+    return Path(path)
+
+
+def write_tiny_checkpoints(directory: str | os.PathLike[str], *, seed: int = 0) -> dict[str, Path]:
+    """Write a whole set under the published names: transformer, video_vae, positive, negative -> path."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    return {
+        "transformer": write_tiny_transformer(directory / TRANSFORMER_FILE, seed=seed),
+        "video_vae": write_tiny_video_vae(directory / VIDEO_VAE_FILE, seed=seed),
+        "positive": write_tiny_conditioning(directory / POSITIVE_FILE, num_tokens=11, seed=seed),
+        "negative": write_tiny_conditioning(directory / NEGATIVE_FILE, num_tokens=7, seed=seed + 1),
+    }
+
+
+def _whole_vae(config: ConvVAEConfig) -> nn.Module:
+    return ConvVideoVAE(config, with_encoder=True)
+
+
+def _random_weights(build: Any, config: Any, prefix: str, seed: int) -> dict[str, Tensor]:
+    module = build_on_meta(lambda: build(config))
+    fill_random(module, device="cpu", seed=seed)
+    return {prefix + name: tensor for name, tensor in module.state_dict().items()}
+
+
+def _write(
+    path: str | os.PathLike[str], tensors: dict[str, Tensor], config: dict[str, Any], model_version: str
+) -> Path:
+    gemma = "gemma4-12b-ltx-v1" if model_version.startswith("2.5") else "gemma3-12b"
+    metadata = {
+        "config": json.dumps(config),
+        "model_version": model_version,
+        "gemma_source_checkpoint": json.dumps({"ltx_version": model_version, "gemma_version": gemma}),
+    }
+    save_file(tensors, path, metadata=metadata)
+    return Path(path)
+
+
+def _transformer_settings(config: TransformerConfig) -> dict[str, Any]:
+    """The config as published files spell it, all keys of transformer-22b.json."""
+    video, audio = config.video_connector, config.audio_connector
+    settings: dict[str, Any] = {
+        "_class_name": "AVTransformer3DModel",
+        "activation_fn": "gelu-approximate",
+        "attention_bias": True,
+        "attention_head_dim": config.video_head_dim,
+        "attention_type": "default",
+        "caption_channels": 3840,
+        "cross_attention_dim": config.context_width,
+        "double_self_attention": False,
+        "dropout": 0.0,
+        "in_channels": config.in_channels,
+        "norm_elementwise_affine": False,
+        "norm_eps": config.norm_eps,
+        "norm_num_groups": 32,
+        "num_attention_heads": config.video_heads,
+        "num_embeds_ada_norm": 1000,
+        "num_layers": config.num_layers,
+        "num_vector_embeds": None,
+        "only_cross_attention": False,
+        "cross_attention_norm": True,
+        "out_channels": config.out_channels,
+        "upcast_attention": False,
+        "use_linear_projection": False,
+        "qk_norm": "rms_norm",
+        "standardization_norm": "rms_norm",
+        "positional_embedding_type": "rope",
+        "positional_embedding_theta": config.rope_theta,
+        "positional_embedding_max_pos": [int(entry) for entry in config.video_max_pos],
+        "timestep_scale_multiplier": int(config.timestep_scale),
+        "av_ca_timestep_scale_multiplier": config.av_ca_timestep_scale,
+        "causal_temporal_positioning": True,
+        "audio_num_attention_heads": config.audio_heads,
+        "audio_attention_head_dim": config.audio_head_dim,
+        "use_audio_video_cross_attention": True,
+        "share_ff": False,
+        "audio_out_channels": config.audio_out_channels,
+        "audio_cross_attention_dim": config.audio_context_width,
+        "audio_positional_embedding_max_pos": [int(entry) for entry in config.audio_max_pos],
+        "av_cross_ada_norm": True,
+        "use_embeddings_connector": True,
+        "connector_attention_head_dim": video.head_dim,
+        "connector_num_attention_heads": video.heads,
+        "connector_num_layers": video.num_layers,
+        "connector_positional_embedding_max_pos": [int(entry) for entry in video.max_pos],
+        "connector_num_learnable_registers": video.num_registers,
+        "connector_norm_output": True,
+        "use_middle_indices_grid": True,
+        "apply_gated_attention": config.gated_attention,
+        "connector_apply_gated_attention": video.gated,
+        "caption_projection_first_linear": False,
+        "caption_projection_second_linear": False,
+        "caption_proj_input_norm": False,
+        "connector_learnable_registers_std": 1,
+        "caption_proj_before_connector": True,
+        "audio_connector_attention_head_dim": audio.head_dim,
+        "audio_connector_num_attention_heads": audio.heads,
+        "cross_attention_adaln": True,
+        "rope_type": "split",
+        "frequencies_precision": "float64",
+        "text_encoder_norm_type": "PER_TOKEN_RMS",
+    }
+    # Keys that 2.5 added.
+    if not config.ff_bias:
+        settings["ff_bias"] = False
+    if config.keyframe_embedding:
+        settings["use_keyframes_abs_pos_embedding"] = True
+    return settings
+
+
+def _vae_settings(config: ConvVAEConfig) -> dict[str, Any]:
+    """The config as published files spell it, all keys of video_vae_conv.json."""
+    return {
+        "_class_name": "CausalVideoAutoencoder",
+        "dims": 3,
+        "in_channels": 3,
+        "out_channels": 3,
+        "latent_channels": config.latent_channels,
+        "encoder_blocks": config.encoder_blocks,
+        "decoder_blocks": config.decoder_blocks,
+        "scaling_factor": 1.0,
+        "norm_layer": "pixel_norm",
+        "patch_size": config.patch_size,
+        "latent_log_var": "uniform",
+        "use_quant_conv": False,
+        "causal_decoder": config.causal_decoder,
+        "timestep_conditioning": False,
+        "normalize_latent_channels": False,
+        "encoder_base_channels": config.encoder_base_channels,
+        "decoder_base_channels": config.decoder_base_channels,
+        "spatial_padding_mode": "zeros",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python3 -m ltx_runtime.tiny", description=__doc__.split("\n\n")[0])
+    parser.add_argument("directory", type=Path, help="folder for the files, made when missing")
+    parser.add_argument("--seed", type=int, default=0, help="another seed gives other weights (default 0)")
+    arguments = parser.parse_args()
+    for path in write_tiny_checkpoints(arguments.directory, seed=arguments.seed).values():
+        print(f"{path}  {path.stat().st_size / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()
