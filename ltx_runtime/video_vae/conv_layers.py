@@ -33,8 +33,7 @@ def depth_to_space(x: Tensor, stride: Stride) -> Tensor:
     p1, p2, p3 = stride
     batch, channels, frames, height, width = x.shape
     channels //= p1 * p2 * p3
-    x = x.view(batch, channels, p1, p2, p3, frames, height, width)
-    x = x.permute(0, 1, 5, 2, 6, 3, 7, 4)
+    x = x.unflatten(1, (channels, p1, p2, p3)).permute(0, 1, 5, 2, 6, 3, 7, 4)
     return x.reshape(batch, channels, frames * p1, height * p2, width * p3)
 
 
@@ -52,8 +51,7 @@ def unpatchify(x: Tensor, patch: int) -> Tensor:
     offset is the fastest."""
     batch, channels, frames, height, width = x.shape
     channels //= patch**2
-    x = x.view(batch, channels, patch, patch, frames, height, width)
-    x = x.permute(0, 1, 4, 5, 3, 6, 2)
+    x = x.unflatten(1, (channels, patch, patch)).permute(0, 1, 4, 5, 3, 6, 2)
     return x.reshape(batch, channels, frames, height * patch, width * patch)
 
 

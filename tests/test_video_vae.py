@@ -1,0 +1,397 @@
+"""Conv video VAE: the file's names, exact streaming, decode plans, frames on the host, and everything it refuses.
+
+Agreement with the reference is in golden_kinds/video_vae_conv.py.
+"""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from ltx_runtime.checkpoint import read_header
+from ltx_runtime.config import ConvVAEConfig
+from ltx_runtime.errors import CheckpointError, NonFiniteError, RequestError, ShapeError
+from ltx_runtime.residency import build_on_meta
+from ltx_runtime.timing import Timeline
+from ltx_runtime.video_vae import ConvVideoVAE, DecodePlan, VideoVAE, load_video_vae
+from ltx_runtime.video_vae.host_frames import allocate_frames
+from ltx_runtime.video_vae.plan import MAX_ELEMENTS, plan_decode
+from ltx_runtime.video_vae.streaming import ClipMemory
+
+HERE = Path(__file__).parent
+TINY = HERE / "goldens" / "video_vae_conv_tiny.safetensors"
+CHANNELS = 4  # of the tiny VAE's latents
+PHASE = "decode.video.chunk"
+CHUNK = 2  # latent frames, where a test needs several chunks
+# Two float32 runs of the decoder differ by this much when the convolutions sum in another order (the reference and a
+# float64 run: 6e-6; outputs reach 3.6).
+ROUNDING = 3e-5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Convolutions this small lose ten times more to waking threads than they gain when other work has the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def vae() -> VideoVAE:
+    return load_video_vae(TINY, device="cpu", dtype=torch.float32)
+
+
+@pytest.fixture
+def fresh_vae() -> VideoVAE:
+    """For tests that change the weights or hang hooks on the module."""
+    return load_video_vae(TINY, device="cpu", dtype=torch.float32)
+
+
+def random_latent(frames: int, *, batch: int = 1, height: int = 1, width: int = 1) -> torch.Tensor:
+    return torch.randn(batch, CHANNELS, frames, height, width, generator=torch.Generator().manual_seed(frames))
+
+
+def chunks_of(latent_frames: int) -> DecodePlan:
+    return DecodePlan(latent_frames, 0, f"{latent_frames} latent frames a chunk, set by a test")
+
+
+def rewritten(path: Path, *, prefix: str = "", change=lambda config: None) -> Path:
+    """The tiny file under path, its names prefixed and its config changed."""
+    with safe_open(TINY, "pt") as file:
+        tensors = {prefix + name: file.get_tensor(name) for name in file.keys()}
+        metadata = file.metadata()
+    config = json.loads(metadata["config"])
+    change(config["vae"])
+    save_file(tensors, path, {**metadata, "config": json.dumps(config)})
+    return path
+
+
+def published_config() -> ConvVAEConfig:
+    config = json.loads((HERE / "configs" / "video_vae_conv.json").read_text())
+    return ConvVAEConfig.from_shapes(config, {name: shape for name, (_, shape) in manifest().items()})
+
+
+def manifest() -> dict[str, tuple[str, tuple[int, ...]]]:
+    entries = json.loads((HERE / "manifests" / "video_vae_conv.json").read_text())
+    return {name: (dtype, tuple(shape)) for name, (dtype, shape) in entries.items()}
+
+
+# --- names and loading ----------------------------------------------------------------------------------------------
+
+
+def test_meta_model_matches_the_published_file():
+    module = build_on_meta(lambda: ConvVideoVAE(published_config(), with_encoder=True))
+    dtypes = {torch.bfloat16: "BF16", torch.float32: "F32"}
+    built = {name: (dtypes[tensor.dtype], tuple(tensor.shape)) for name, tensor in module.state_dict().items()}
+    assert built == manifest()
+
+
+def test_the_encoder_is_not_loaded(vae):
+    header = read_header(TINY)
+    wanted = {name for name in header.tensors if not name.startswith("encoder.")}
+    assert set(vae.module.state_dict()) == wanted
+    # float32 of a bf16 file
+    assert vae.weights_bytes == 2 * sum(header.tensors[name].num_bytes for name in wanted)
+
+
+def test_a_monolith_with_vae_prefix_decodes_to_the_same_bits(vae, tmp_path):
+    latent = random_latent(2)
+    prefixed = load_video_vae(
+        rewritten(tmp_path / "monolith.safetensors", prefix="vae."), device="cpu", dtype=torch.float32
+    )
+    assert torch.equal(prefixed.decode_raw(latent), vae.decode_raw(latent))
+
+
+def test_evicted_weights_come_back_at_the_next_decode(fresh_vae):
+    latent = random_latent(2)
+    before = fresh_vae.decode(latent)
+    fresh_vae.evict()
+    assert not fresh_vae.resident
+    assert torch.equal(fresh_vae.decode(latent), before)
+
+
+def test_bf16_stays_as_close_to_float32_as_the_reference_does(vae):
+    latent = random_latent(3)
+    exact = vae.decode_raw(latent)
+    rounded = load_video_vae(TINY, device="cpu").decode_raw(latent)
+    assert rounded.dtype == torch.bfloat16
+    # The reference's own bf16 run: relative rms 1.3e-2 to 1.9e-2 (video_vae.md section 9).
+    assert ((rounded.float() - exact).square().mean() / exact.square().mean()).sqrt() < 2.5e-2
+
+
+# --- streaming ------------------------------------------------------------------------------------------------------
+
+
+# 19 latent frames are more than fill the stream (14); chunks that divide the clip, that don't, and one short of it.
+@pytest.mark.parametrize("frames, chunks", [(1, [1]), (2, [1]), (3, [1, 2]), (19, [1, 2, 3, 5, 10, 18])])
+def test_every_chunking_equals_the_whole_clip(vae, frames, chunks):
+    latent = random_latent(frames, width=2)
+    whole = vae.decode_raw(latent, plan=chunks_of(frames))
+    assert whole.shape == (1, 3, 8 * (frames - 1) + 1, 32, 64)
+    for chunk in chunks:
+        with torch.inference_mode():
+            pieces = list(vae.module.decode(latent, chunk))
+        # One frame more than a chunk: the last layer answers one frame late.
+        assert max(piece.shape[2] for piece in pieces) <= 8 * chunk + 1
+        assert (torch.cat(pieces, dim=2) - whole).abs().max() < ROUNDING, f"{chunk} latent frames a chunk"
+
+
+def test_a_causal_decoder_streams_too(tmp_path):
+    path = rewritten(tmp_path / "causal.safetensors", change=lambda config: config.update(causal_decoder=True))
+    vae = load_video_vae(path, device="cpu", dtype=torch.float32)
+    latent = random_latent(4)
+    whole = vae.decode_raw(latent, plan=chunks_of(4))
+    for chunk in (1, 2, 3):
+        assert (vae.decode_raw(latent, plan=chunks_of(chunk)) - whole).abs().max() < ROUNDING
+    longer = vae.decode_raw(torch.cat([latent, random_latent(2)], dim=2), plan=chunks_of(6))
+    assert (longer[:, :, : whole.shape[2]] - whole).abs().max() < ROUNDING, "later frames reached earlier ones"
+
+
+def test_no_layer_gets_more_frames_than_its_share_of_a_chunk(fresh_vae):
+    seen: dict[int, int] = {}
+
+    def note(layer, args):
+        seen[id(layer)] = max(seen.get(id(layer), 0), args[0].shape[2])
+
+    layers = fresh_vae.module.decoder.layers()
+    for layer, _ in layers:
+        layer.register_forward_pre_hook(note)
+    fresh_vae.decode(random_latent(20), plan=chunks_of(CHUNK))
+    assert [seen[id(layer)] for layer, _ in layers] == [rate * CHUNK for _, rate in layers]
+
+
+def test_a_steady_chunk_keeps_its_memory_in_place(vae):
+    layers = vae.module.decoder.layers()
+    memory = ClipMemory()
+
+    def advance():
+        x = torch.randn(1, CHANNELS, CHUNK, 1, 1)
+        for layer, _ in layers:
+            x = layer(x, memory, False)
+            if not x.shape[2]:
+                return []
+        kept = (memory.recall(module) for module in vae.module.decoder.modules())
+        return [frames.data_ptr() for frames in kept if frames is not None]
+
+    with torch.inference_mode():
+        for _ in range(10):  # 14 latent frames fill the stream
+            addresses = advance()
+        assert addresses and advance() == addresses
+
+
+# --- frames ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [3, 1])
+def test_frames_are_the_raw_pixels_in_image_range_and_layout(vae, chunk):
+    latent = random_latent(3, batch=2, height=2, width=3)
+    raw = vae.decode_raw(latent, plan=chunks_of(chunk))
+    frames = vae.decode(latent, plan=chunks_of(chunk))
+    assert frames.shape == (2 * 17, 64, 96, 3)
+    assert (frames.dtype, frames.device.type, frames.is_contiguous()) == (torch.float32, "cpu", True)
+    assert torch.equal(frames, ((raw + 1) / 2).clamp(0, 1).permute(0, 2, 3, 4, 1).reshape(frames.shape))
+    assert raw.abs().max() > 1 and frames.min() == 0 and frames.max() == 1  # so the clamp was seen at work
+
+
+def test_bf16_pixels_become_frames_in_float32(vae):
+    latent = random_latent(2)
+    coarse = load_video_vae(TINY, device="cpu")
+    raw, frames = coarse.decode_raw(latent), coarse.decode(latent)
+    inside = (raw[0].permute(1, 2, 3, 0).float() + 1) / 2
+    assert torch.equal(frames, inside.clamp(0, 1))
+    assert not torch.equal(frames, frames.bfloat16().float())
+
+
+def test_a_clip_of_a_batch_is_decoded_as_if_alone(vae):
+    latent = random_latent(2, batch=2)
+    both = vae.decode(latent)
+    assert torch.equal(both, torch.cat([vae.decode(latent[:1]), vae.decode(latent[1:])]))
+
+
+def test_one_flipped_latent_element_changes_pixels(vae):
+    latent = random_latent(3)
+    flipped = latent.clone()
+    flipped[0, 1, 2, 0, 0] *= -1
+    changed = (vae.decode(latent) - vae.decode(flipped)).abs().amax(dim=(1, 2, 3))
+    assert changed.max() > 1e-2
+
+
+def test_the_same_plan_gives_the_same_bits(vae):
+    latent = random_latent(5)
+    assert torch.equal(vae.decode(latent, plan=chunks_of(CHUNK)), vae.decode(latent, plan=chunks_of(CHUNK)))
+
+
+# --- plans ----------------------------------------------------------------------------------------------------------
+
+S1 = (1, 128, 16, 16, 24)  # 768x512x121
+GIB = 2**30
+
+
+def published_plan(shape=S1, **options) -> DecodePlan:
+    return plan_decode(published_config(), shape, item_bytes=2, **options)
+
+
+def test_the_whole_clip_runs_at_once_where_it_fits():
+    plan = published_plan(free_bytes=100 * GIB)
+    assert plan.chunk_frames == 16
+    # 4 to 5 tensors of the largest activation (0.76 GB here) and the workspace of a convolution: video_vae.md section 5
+    assert 3.0e9 < plan.peak_bytes < 6.1e9
+    assert "whole clip: 121 frames of 768x512" in plan.reason and "100.00 GiB are free" in plan.reason
+
+
+def test_less_memory_means_smaller_chunks_down_to_one():
+    chunks = [published_plan(free_bytes=int(gib * GIB)) for gib in (4, 3, 2, 1)]
+    sizes = [plan.chunk_frames for plan in chunks]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
+    assert all(plan.peak_bytes <= gib * GIB for plan, gib in zip(chunks, (4, 3, 2, 1)))
+    assert "exact stream" in chunks[-1].reason and "the whole clip would take" in chunks[-1].reason
+
+
+def test_a_plan_that_may_not_fit_says_so():
+    plan = published_plan(free_bytes=GIB // 4)
+    assert plan.chunk_frames == 1
+    assert "256.0 MiB are free" in plan.reason and "may run out of memory" in plan.reason
+
+
+def test_the_users_chunk_size_is_honoured():
+    plan = published_plan(free_bytes=100 * GIB, temporal_size=33)
+    assert plan.chunk_frames == 4
+    assert "32 frames of 768x512 a chunk (temporal_size 33)" in plan.reason
+    assert published_plan(free_bytes=None, temporal_size=1).chunk_frames == 1
+
+
+def test_a_chunk_size_beyond_the_clip_or_the_memory_is_reduced_in_words():
+    assert published_plan(free_bytes=100 * GIB, temporal_size=4096).chunk_frames == 16
+    plan = published_plan(free_bytes=2 * GIB, temporal_size=96)
+    assert plan.chunk_frames < 12 and plan.peak_bytes <= 2 * GIB
+    assert "96 frames a chunk as asked would take" in plan.reason
+
+
+def test_no_tensor_of_a_plan_passes_the_index_limit():
+    shape = (1, 128, 64, 34, 60)  # 1920x1088x505
+    plan = published_plan(shape, free_bytes=1000 * GIB)
+    assert 1 < plan.chunk_frames < 64
+    assert 128 * (8 * plan.chunk_frames + 2) * (8 * 34) * (8 * 60) <= MAX_ELEMENTS
+    assert "elements, the limit is 2.15e+09" in plan.reason
+
+
+def test_a_decode_out_of_memory_starts_again_smaller(fresh_vae):
+    latent = random_latent(8)
+    expected = fresh_vae.decode(latent)
+    timeline = Timeline(None)
+
+    def small_device(layer, args):
+        if args[0].shape[2] > 8 * 3:
+            raise torch.OutOfMemoryError("no room for more than three latent frames")
+
+    fresh_vae.module.decoder.conv_out.register_forward_pre_hook(small_device)
+    frames = fresh_vae.decode(latent, timeline=timeline)
+    assert (frames - expected).abs().max() < ROUNDING
+    notes = [event for event in timeline.events if event["event"] == "note"]
+    assert [note["attrs"]["chunk_latent_frames"] for note in notes] == [8, 4, 2]
+    assert "out of memory before" in notes[-1]["message"]
+    timeline.child()  # raises if a failed run had left a phase open
+
+    with pytest.raises(torch.OutOfMemoryError):  # a given plan is never changed behind the caller's back
+        fresh_vae.decode(latent, plan=chunks_of(8))
+
+
+# --- log, progress, cancel ------------------------------------------------------------------------------------------
+
+
+def test_phases_and_progress_follow_the_chunks(vae):
+    timeline = Timeline(None)
+    seen = []
+    vae.decode(random_latent(5), plan=chunks_of(CHUNK), timeline=timeline, on_chunk=lambda *counts: seen.append(counts))
+    ends = [event for event in timeline.events if event["event"] == "end"]
+    chunks = [event["attrs"] for event in ends if event["phase"] == PHASE]
+    assert [chunk["chunk"] for chunk in chunks] == list(range(len(chunks))) and len(chunks) > 1
+    assert sum(chunk["frames"] for chunk in chunks) == 33
+    assert len([event for event in ends if event["phase"] == "transfer.to_host"]) == len(chunks)
+    done = [count for count, _ in seen]
+    assert done == [chunk["frame"] + chunk["frames"] for chunk in chunks]
+    assert {total for _, total in seen} == {33}
+
+
+def test_cancel_stops_between_chunks_and_leaves_the_vae_usable(vae):
+    latent = random_latent(8)
+    timeline = Timeline(None)
+    calls = []
+
+    def cancel_at_the_third():
+        calls.append(None)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        vae.decode(latent, plan=chunks_of(1), timeline=timeline, check_cancelled=cancel_at_the_third)
+    begun = [event for event in timeline.events if event["phase"] == PHASE and event["event"] == "begin"]
+    assert len(begun) == 2
+    timeline.child()  # raises if a phase were still open
+    assert torch.equal(vae.decode(latent, plan=chunks_of(1)), vae.decode(latent, plan=chunks_of(1)))
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shape, words",
+    [
+        ((1, CHANNELS, 8, 8), "has 4 dimensions .*takes 5.*image latent"),
+        ((1, 16, 2, 8, 8), "this latent has 16 channels; the LTX-2.5 VAE wants 4"),
+        ((1, CHANNELS, 0, 8, 8), "empty"),
+    ],
+)
+def test_latents_of_another_kind_are_refused(vae, shape, words):
+    with pytest.raises(ShapeError, match=words):
+        vae.decode(torch.zeros(shape))
+    with pytest.raises(ShapeError, match=words):
+        vae.plan(shape)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_latent_that_is_not_finite_is_refused(vae, bad):
+    latent = random_latent(2)
+    latent[0, 0, 1, 0, 0] = bad
+    with pytest.raises(NonFiniteError, match="1 of 8 values of the latent are NaN or Inf") as error:
+        vae.decode(latent)
+    assert error.value.phase == PHASE
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("decode", ["decode", "decode_raw"])
+def test_pixels_that_are_not_finite_name_phase_and_chunk(fresh_vae, bad, decode):
+    clean = []
+
+    def spoil_the_second(layer, args, output):
+        clean.append(output.shape[2])
+        if len(clean) == 2:
+            output[0, 5, 0, 0, 0] = bad
+
+    fresh_vae.module.decoder.conv_out.register_forward_hook(spoil_the_second)
+    with pytest.raises(NonFiniteError, match=r"NaN or Inf in chunk 1, frames 15 to \d+ of clip 0\.") as error:
+        getattr(fresh_vae, decode)(random_latent(8), plan=chunks_of(CHUNK))
+    assert error.value.phase == PHASE
+
+
+def test_frames_larger_than_host_memory_are_refused_with_numbers():
+    with pytest.raises(RequestError, match=r"121 frames of 768x512 take 544\.5 MiB .* 100\.0 MiB are available"):
+        allocate_frames(121, 512, 768, available_bytes=100 * 2**20)
+    with pytest.raises(RequestError, match="refused"):
+        allocate_frames(2**30, 2**13, 2**13, available_bytes=None)
+
+
+def test_the_diffusion_decoders_file_is_named():
+    with pytest.raises(CheckpointError, match="is the diffusion video VAE .*ltx-2.5-video-vae-conv-bf16.safetensors"):
+        load_video_vae(HERE / "goldens" / "video_vae_diffusion_tiny.safetensors", device="cpu")
+
+
+def test_a_vae_of_the_2_0_generation_is_refused(tmp_path):
+    path = rewritten(tmp_path / "old.safetensors", change=lambda config: config.update(timestep_conditioning=True))
+    with pytest.raises(CheckpointError, match="timestep_conditioning"):
+        load_video_vae(path, device="cpu")
