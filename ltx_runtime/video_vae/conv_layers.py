@@ -22,14 +22,16 @@ def pixel_norm(x: Tensor, out: Tensor | None = None) -> Tensor:
 
     out: where to write, of x's shape and dtype and of any strides; a new tensor without it.
     """
-    # Two passes over x: the dtype argument reduces bf16 in float32 without a float32 copy, and mul promotes in the kernel.
+    # Two passes over x: the dtype argument reduces bf16 in float32 without a float32 copy, and mul promotes in its
+    # kernel.
     norm = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32)
     scale = norm.square_().div_(x.shape[1]).add_(PIXEL_NORM_EPS).rsqrt_()
     return torch.mul(x, scale, out=torch.empty_like(x) if out is None else out)
 
 
 def depth_to_space(x: Tensor, stride: Stride) -> Tensor:
-    """(B, C*p1*p2*p3, F, H, W) -> (B, C, F*p1, H*p2, W*p3); channel ((c*p1 + i)*p2 + j)*p3 + k goes to offset (i, j, k)."""
+    """(B, C*p1*p2*p3, F, H, W) -> (B, C, F*p1, H*p2, W*p3). Channel ((c*p1 + i)*p2 + j)*p3 + k goes to offset (i, j, k)
+    of its cell."""
     p1, p2, p3 = stride
     batch, channels, frames, height, width = x.shape
     channels //= p1 * p2 * p3
@@ -155,7 +157,8 @@ class Upsample(nn.Module):
 class Downsample(nn.Module):
     """Convolution and grid to channels, plus the input's own cells averaged down to the same width.
 
-    A halved time axis is made even by a copy of the first frame: F -> (F+1)/2. In a stream an odd frame waits for its pair.
+    A halved time axis is made even by a copy of the first frame: F -> (F+1)/2. In a stream an odd frame waits for its
+    pair.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: Stride) -> None:

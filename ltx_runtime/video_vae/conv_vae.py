@@ -121,8 +121,8 @@ class ConvDecoder(nn.Module):
         return layers + [(self.conv_out, rate)]
 
     def forward(self, x: Tensor, chunk_frames: int) -> Iterator[Tensor]:
-        """Denormalised latents (B, C, F, H, W) to unclamped pixels (B, 3, n, 32H, 32W) in the weights' dtype, piece after
-        piece of the 8(F-1)+1 frames, chunk_frames latent frames at a time."""
+        """Denormalised latents (B, C, F, H, W) to unclamped pixels (B, 3, n, 32H, 32W) in the weights' dtype: the
+        8(F-1)+1 frames piece after piece, chunk_frames latent frames at a time."""
         for patches in run_in_chunks(self.layers(), x, chunk_frames):
             yield unpatchify(patches, self.patch_size)
 
@@ -158,7 +158,8 @@ class ConvEncoder(nn.Module):
         return layers + [(self.conv_out, rate)]
 
     def forward(self, pixels: Tensor, chunk_frames: int) -> Iterator[Tensor]:
-        """Pixels (B, 3, 8k+1, 32H, 32W) in [-1, 1] to means (B, C, n, H, W), not normalised, in pieces as ConvDecoder."""
+        """Pixels (B, 3, 8k+1, 32H, 32W) in [-1, 1] to means (B, C, n, H, W), not normalised, in pieces as
+        ConvDecoder.forward."""
         for moments in run_in_chunks(self.layers(), patchify(pixels, self.patch_size), chunk_frames):
             yield moments[:, :-1]
 
@@ -185,8 +186,10 @@ class ConvVideoVAE(nn.Module):
         return self.decoder(self.per_channel_statistics.denormalize(latent).to(self.dtype), chunk_frames)
 
     def encode(self, pixels: Tensor, chunk_frames: int | None = None) -> Tensor:
-        """Pixels (B, 3, F, Hpx, Wpx) in [-1, 1] to normalised latents (B, C, F', H, W) in float32. Frames beyond the last
-        8k+1 are dropped; Hpx and Wpx are multiples of 32. chunk_frames: latent frames at a time, None for the whole clip.
+        """Pixels (B, 3, F, Hpx, Wpx) in [-1, 1] to normalised latents (B, C, F', H, W) in float32.
+
+        Frames beyond the last 8k+1 are dropped; Hpx and Wpx are multiples of 32.
+        chunk_frames: latent frames at a time, None for the whole clip.
         Source: video_vae.md section 4.
         """
         factor = self.encoder.time_factor

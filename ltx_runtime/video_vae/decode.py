@@ -49,12 +49,12 @@ def load_video_vae(
 class VideoVAE(ResidentModule):
     """The conv decoder of one file. The file's encoder is not loaded."""
 
-    def __init__(self, header: CheckpointHeader, *, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, header: CheckpointHeader, *, device: torch.device | str, dtype: torch.dtype | None = None):
         """Checks the header; the weights are read by ensure_resident, at the latest in decode."""
         if "video_vae_diffusion" in header.components and "video_vae_conv" not in header.components:
             raise CheckpointError(
-                f"{header.path.name} is the diffusion video VAE (published as ltx-2.5-video-vae-bf16.safetensors); this "
-                f"version decodes only with the conv video VAE. Pick {_CONV_FILE} in models/vae."
+                f"{header.path.name} is the diffusion video VAE (published as ltx-2.5-video-vae-bf16.safetensors); "
+                f"this version decodes only with the conv video VAE. Pick {_CONV_FILE} in models/vae."
             )
         require_component(header, "video_vae_conv")
         self.config = ConvVAEConfig.from_header(header)
@@ -76,7 +76,11 @@ class VideoVAE(ResidentModule):
         if free_bytes is None:
             free_bytes = self._free_bytes(shape)
         return plan_decode(
-            self.config, shape.as_tuple(), item_bytes=self._item_bytes, free_bytes=free_bytes, temporal_size=temporal_size
+            self.config,
+            shape.as_tuple(),
+            item_bytes=self._item_bytes,
+            free_bytes=free_bytes,
+            temporal_size=temporal_size,
         )
 
     def decode(
@@ -177,8 +181,9 @@ class VideoVAE(ResidentModule):
             latent = latent.to(self.device)
             bad = latent.numel() - int(torch.isfinite(latent).sum())
             if bad:
+                count = latent.numel()
                 raise NonFiniteError(
-                    PHASE, f"{bad} of {latent.numel()} values of the latent are NaN or Inf; what made the latent failed."
+                    PHASE, f"{bad} of {count} values of the latent are NaN or Inf, so what made the latent failed."
                 )
             may_shrink = plan is None
             plan = plan or self.plan(latent.shape, temporal_size=temporal_size)
@@ -191,7 +196,7 @@ class VideoVAE(ResidentModule):
                     if not may_shrink or smaller is None:
                         raise
                     plan = smaller
-                # Here and not above: the exception held the frames of the failed run, and with them its memory.
+                # The next attempt starts outside the except clause: the exception keeps the failed run's memory.
 
     def _chunks(
         self,
@@ -222,8 +227,8 @@ class VideoVAE(ResidentModule):
         if len(sizes) != 5:
             what = "an image latent or a latent of another model" if len(sizes) == 4 else "no video latent"
             raise ShapeError(
-                f"this latent has {len(sizes)} dimensions {sizes}, the LTX-2.5 video VAE takes 5: (batch, {wanted}, frames, "
-                f"height, width). It is {what}; connect the video latent of an LTX sampler."
+                f"this latent has {len(sizes)} dimensions {sizes}, the LTX-2.5 video VAE takes 5: "
+                f"(batch, {wanted}, frames, height, width). It is {what}; connect the video latent of an LTX sampler."
             )
         if sizes[1] != wanted:
             raise ShapeError(
@@ -243,8 +248,8 @@ class VideoVAE(ResidentModule):
             free = available_host_bytes()
             if free is None:
                 return None
-            # The frames take theirs from the same memory.
-            free -= frames_bytes(shape.batch * shape.num_frames, shape.height * SPACE_FACTOR, shape.width * SPACE_FACTOR)
+            height, width = shape.height * SPACE_FACTOR, shape.width * SPACE_FACTOR
+            free -= frames_bytes(shape.batch * shape.num_frames, height, width)  # they lie in the same memory
         return max(0, free - (0 if self.resident else self.weights_bytes))
 
 
@@ -262,7 +267,8 @@ class _Chunk:
 
     def value_range(self) -> tuple[str, Tensor]:
         """(words for the place, smallest and largest value); NaN anywhere makes both NaN. Stays on the device."""
-        place = f"chunk {self.index}, frames {self.frame} to {self.frame + self.pixels.shape[2] - 1} of clip {self.item}"
+        end = self.frame + self.pixels.shape[2]
+        place = f"chunk {self.index}, frames {self.frame} to {end - 1} of clip {self.item}"
         return place, torch.stack(torch.aminmax(self.pixels))
 
 
@@ -296,8 +302,9 @@ def _check_finite(ranges: list[tuple[str, Tensor]]) -> None:
     finite = torch.stack([values for _, values in ranges]).isfinite().all(dim=1).tolist()
     bad = [place for (place, _), good in zip(ranges, finite) if not good]
     if bad:
+        more = f" and {len(bad) - 1} more of {len(ranges)} chunks" if len(bad) > 1 else ""
         raise NonFiniteError(
             PHASE,
-            f"NaN or Inf in {bad[0]}" + (f" and {len(bad) - 1} more of {len(ranges)} chunks" if len(bad) > 1 else "")
-            + ". The latent is finite, so the decoder overflowed: its file is damaged, or the latent is far out of range.",
+            f"NaN or Inf in {bad[0]}{more}. The latent is finite, so the decoder overflowed: its file is damaged, or "
+            "the latent is far out of range.",
         )

@@ -4,8 +4,7 @@ Source: video_vae.md section 7.
 """
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import ContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -24,8 +23,8 @@ def in_words(num_bytes: int) -> str:
 
 
 def to_frames(pixels: Tensor) -> Tensor:
-    """Unclamped pixels (1, 3, F, H, W) in about [-1, 1] -> frames (F, H, W, 3) float32 in [0, 1], contiguous, computed in
-    float32 on the device that holds them."""
+    """Unclamped pixels (1, 3, F, H, W), nominally in [-1, 1] -> frames (F, H, W, 3) float32 in [0, 1], contiguous,
+    computed in float32 on the device that holds them."""
     frames = pixels[0].permute(1, 2, 3, 0).to(torch.float32, memory_format=torch.contiguous_format, copy=True)
     return frames.add_(1).mul_(0.5).clamp_(0, 1)
 
@@ -76,7 +75,7 @@ class FrameTransfer:
             shape = (min(count, host.shape[0]), *host.shape[1:])
             self._staging = [torch.empty(shape, dtype=torch.float32, pin_memory=True) for _ in range(2)]
 
-    def on_its_stream(self) -> ContextManager[object]:
+    def on_its_stream(self) -> AbstractContextManager[object]:
         """Makes its stream the current one, so that what is timed around `write` does not wait for the next chunk."""
         return torch.cuda.stream(self._stream) if self._cuda else nullcontext()
 
@@ -87,7 +86,8 @@ class FrameTransfer:
         return torch.cuda.current_stream(self._stream.device).record_event()
 
     def write(self, frames: Tensor, start: int, ready: torch.cuda.Event | None) -> None:
-        """Put frames (n, H, W, 3), computed when ready has passed, at host[start : start + n]. Returns when they are there."""
+        """Put frames (n, H, W, 3), computed when ready has passed, at host[start : start + n]; returns when they are
+        there."""
         target = self._host[start : start + frames.shape[0]]
         if not self._cuda:
             target.copy_(frames)

@@ -45,7 +45,8 @@ def plan_decode(
     latent_shape: (B, C, F, H, W); clips of a batch are decoded one after the other, so B does not matter.
     item_bytes: bytes of one element of the activations.
     free_bytes: device memory that the decode may use, None where nothing tells it.
-    temporal_size: pixel frames a chunk as the user set them, 0 = planned; honoured where it fits, reduced in words otherwise.
+    temporal_size: pixel frames a chunk as the user set them, 0 = planned; honoured where it fits, else reduced, which
+        the reason then says.
     """
     _, _, frames, height, width = latent_shape
 

@@ -1,4 +1,4 @@
-"""Exact temporal streaming: a clip goes through a stack of layers in chunks of frames and comes out as if it had gone whole.
+"""Exact temporal streaming: a clip goes through a stack of layers in chunks and comes out as if it had gone whole.
 
 Every layer takes (x, memory, last). x holds the next frames of the clip, `last` says that no more will come, and memory
 holds what the layers still need of earlier frames. A whole clip is the stream of one chunk: first and last at once, and
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 class ClipMemory:
     """What the layers remember of one clip. Make a new one for every clip.
 
-    Frames of a shape seen before are kept in the same buffer, so that in the steady state of a stream (equal chunks, none
-    of them first or last) every address is fixed and a chunk can be captured as a graph.
+    Frames of the shape of those before are kept in the same buffer, so that in the steady state of a stream (equal
+    chunks, none of them first or last) every address is fixed and a chunk can be captured as a graph.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class ClipMemory:
         return self._frames.get(layer)
 
     def keep(self, layer: nn.Module, frames: Tensor) -> None:
-        """Copy frames (B, C, n, H, W) for layer's next chunk. Never aliases: a view would keep the whole chunk alive."""
+        """Copy frames (B, C, n, H, W) for layer's next chunk. A view instead would keep the whole chunk alive."""
         kept = self._frames.get(layer)
         if kept is not None and kept.shape == frames.shape:
             kept.copy_(frames)
@@ -49,12 +49,12 @@ def run_in_chunks(layers: Sequence[tuple[nn.Module, int]], x: Tensor, chunk_fram
 
     layers: (layer, rate), rate = frames at the layer's input for one latent frame.
     x: (B, C, F, H, W), the whole clip at the first layer's input.
-    chunk_frames: latent frames a chunk; no layer gets more than rate * chunk_frames frames at once. With chunk_frames no
-    smaller than the clip, every layer runs once and one piece comes out.
+    chunk_frames: latent frames a chunk; no layer gets more than rate * chunk_frames frames at once. With chunk_frames
+    no smaller than the clip, every layer runs once and one piece comes out.
 
-    Depth first: a chunk goes as far as it can before the next one starts. The radius of the decoder is 13 latent frames, so
-    the end of a clip leaves the layers in a burst; splitting before every layer, not only at the input, keeps the burst at
-    chunk size too.
+    Depth first: a chunk goes as far as it can before the next one starts. The decoder looks 13.5 latent frames ahead,
+    so the end of a clip leaves the layers in a burst; splitting before every layer, not only at the input, keeps the
+    burst at chunk size too.
     """
     memory = ClipMemory()
     waiting = [(0, x, True)]

@@ -1,4 +1,4 @@
-"""Conv video VAE: decodes and encodes, whole and streamed, block by block where the file has it (video_vae.md sections 2-5)."""
+"""Conv video VAE: decodes and encodes, whole and streamed, and block by block (video_vae.md sections 2-5)."""
 from __future__ import annotations
 
 from functools import lru_cache
