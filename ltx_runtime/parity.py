@@ -14,6 +14,7 @@ difference (as in torch.equal), but the two tensors are then not bit-exact, and 
 
 Source: design.md section 6, "Parity rule"; issue B points 5-9.
 """
+
 from __future__ import annotations
 
 import math
@@ -163,7 +164,9 @@ def compare(
         note = f"shapes differ: {_shape_words(a)} and {_shape_words(b)}"
         return Comparison(name, tuple(a.shape), a.numel(), False, max_abs=None, note=note)
     if a.numel() == 0:
-        return Comparison(name, tuple(a.shape), 0, False, max_abs=None, note="nothing to compare: the tensors are empty")
+        return Comparison(
+            name, tuple(a.shape), 0, False, max_abs=None, note="nothing to compare: the tensors are empty"
+        )
     if a.dim() == 0:
         a, b, axes = a.reshape(1), b.reshape(1), ("element",)
     if len(axes) != a.dim():
@@ -476,7 +479,7 @@ def _flat_parts(tensor: Tensor, step: int) -> Iterator[Tensor]:
 def compare_digests(a: Digest, b: Digest, *, name: str) -> Comparison:
     """Equal or not; a difference has no size and no place."""
     total = math.prod(a.shape)
-    common = dict(name=name, shape=a.shape, total=total, nonfinite_a=a.nonfinite, nonfinite_b=b.nonfinite)
+    common = {"name": name, "shape": a.shape, "total": total, "nonfinite_a": a.nonfinite, "nonfinite_b": b.nonfinite}
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         note = f"{a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}"
     elif a.nonfinite or b.nonfinite:

@@ -3,6 +3,7 @@
 Both come as float32 IMAGE tensors (1, H, W, 3) in [0, 1] on the CPU; `png_bytes` makes a file of one. They are drawn
 with Pillow's own font, from plain values: tensors, a Comparison, a Verdict, and the events of the phase log.
 """
+
 from __future__ import annotations
 
 import functools
@@ -227,11 +228,11 @@ class _Sheet:
             at[1] += 36 if size == 34 else 28
 
     def tensor(self, height: int) -> Tensor:
-        pixels = np.asarray(self.image.crop((0, 0, self.image.width, round(height))), dtype=np.float32)
+        pixels = np.asarray(self.image.crop((0, 0, self.image.width, height)), dtype=np.float32)
         return torch.from_numpy(pixels / 255.0).unsqueeze(0)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _font(size: int):
     return ImageFont.load_default(size=size)
 
@@ -298,7 +299,7 @@ def _no_difference(b: Tensor | None, comparison: Comparison | None, comparable: 
 
 
 def _gap_maps(a: Tensor, b: Tensor, frame: int) -> tuple[Tensor, Tensor]:
-    """|a - b| (H, W), largest over channels: of one frame, and the largest over all frames. What is not finite is Inf."""
+    """|a - b| (H, W), largest over channels: of one frame, and the largest over all frames. Inf where not finite."""
     ever = torch.zeros(a.shape[1:3], dtype=torch.float32, device=a.device)
     step = max(1, CHUNK_ELEMENTS // a[0].numel())
     for start in range(0, a.shape[0], step):
@@ -318,7 +319,8 @@ def _paste_heat(sheet: _Sheet, box, gap: Tensor, largest: float) -> None:
     width, height = right - left, bottom - top
     if width < gap.shape[1] or height < gap.shape[0]:
         # The largest, not the mean: one differing pixel must not drown.
-        gap = torch.nn.functional.adaptive_max_pool2d(gap[None], (min(height, gap.shape[0]), min(width, gap.shape[1])))[0]
+        size = (min(height, gap.shape[0]), min(width, gap.shape[1]))
+        gap = torch.nn.functional.adaptive_max_pool2d(gap[None], size)[0]
     heat = Image.fromarray(_heat(gap, largest)).resize((width, height), Image.Resampling.NEAREST)
     sheet.image.paste(heat, (left, top))
 
@@ -354,10 +356,20 @@ def _heat_scale(sheet: _Sheet, box, comparison: Comparison) -> None:
     sheet.text((left + 274, top + 9), f"{largest:.3g}", 18, INK, 120, anchor="lm")
     if largest:
         words = f"= {largest / VISIBLE_STEP:.2g} of 255 levels; drawn x {1 / largest:,.4g}"
-        sheet.text((left + 274 + _font(18).getlength(f"{largest:.3g} "), top + 9), words, 18, FAINT, right - left - 360, "lm")
+        sheet.text(
+            (left + 274 + _font(18).getlength(f"{largest:.3g} "), top + 9), words, 18, FAINT, right - left - 360, "lm"
+        )
     at = f"ring: {comparison.largest}"
-    extra = f"; {comparison.nonfinite_a + comparison.nonfinite_b:,} not finite (magenta)" if not comparison.finite else ""
-    sheet.text((left, top + 24), f"{comparison.differing:,} of {comparison.total:,} values differ; {at}{extra}", 18, INK, right - left)
+    extra = (
+        f"; {comparison.nonfinite_a + comparison.nonfinite_b:,} not finite (magenta)" if not comparison.finite else ""
+    )
+    sheet.text(
+        (left, top + 24),
+        f"{comparison.differing:,} of {comparison.total:,} values differ; {at}{extra}",
+        18,
+        INK,
+        right - left,
+    )
 
 
 def _strip(sheet: _Sheet, box, comparison: Comparison) -> None:
@@ -395,18 +407,15 @@ def _strip(sheet: _Sheet, box, comparison: Comparison) -> None:
 def _gpu_share(event: Mapping, ends: Sequence[Mapping]) -> tuple[float | None, bool]:
     """(GPU-busy share of this phase or None, whether it was measured on this very event).
 
-    The profiler stretches the wall of the step that it measures, so that step's GPU time stands against the wall of
-    the eager steps beside it; and the eager steps, which do the same work, take their share from it.
+    Measuring stretches the wall of the step that is measured, so its GPU time stands against the wall of the eager
+    step timed before it (`eager_wall_ms`); eager steps, which do the same work, take their share from there.
     """
-    if event["phase"] not in ("sample.measure", "sample.step"):
+    if event["phase"] not in ("sample.measure", "sample.step") or event["phase"] == "sample.step" and event["gpu_busy"]:
         return event["gpu_busy"], True
-    if event["gpu_busy"] is not None and event["phase"] == "sample.step":
-        return event["gpu_busy"], True
-    measured = [e["gpu_ms"] for e in ends if e["phase"] == "sample.measure" and e["gpu_ms"] is not None]
-    walls = sorted(e["wall_ms"] for e in ends if e["phase"] == "sample.step" and "error" not in e["attrs"])
-    if not measured or not walls:
-        return None, False
-    return min(measured[0] / walls[len(walls) // 2], 1.0), False
+    for e in ends:
+        if e["phase"] == "sample.measure" and e["gpu_ms"] is not None and e["attrs"].get("eager_wall_ms"):
+            return min(e["gpu_ms"] / e["attrs"]["eager_wall_ms"], 1.0), False
+    return None, False
 
 
 def _timeline_heading(sheet, summary: Mapping, title: str, ends: Sequence[Mapping], busy) -> None:
@@ -445,7 +454,9 @@ class _Axis:
         rest = length(live) - length(loads)
         if rest and length(loads) > 0.25 * rest:
             pixels = 0.15 * (right - left) / length(loads)
-            self.hatched += [(start, end, max((end - start) * pixels, 2), f"{_time(end - start)} load") for start, end in loads]
+            self.hatched += [
+                (start, end, max((end - start) * pixels, 2), f"{_time(end - start)} load") for start, end in loads
+            ]
         self.hatched.sort()
         shown = self.end - self.start - sum(end - start for start, end, _, _ in self.hatched)
         self.scale = (right - left - sum(pixels for _, _, pixels, _ in self.hatched)) / shown
@@ -541,7 +552,9 @@ def _phase_bar(sheet: _Sheet, axis: _Axis, event: Mapping, top: float, height: f
     if "error" in event["attrs"]:
         sheet.draw.rectangle((x0, top + 2, x1, top + height - 2), outline=RED, width=3)
     elif step is not None and x1 - x0 > 18:  # counted from 1, as in the progress bar
-        sheet.text(((x0 + x1) / 2, top + height / 2), str(step + 1), _size(height), (255, 255, 255), x1 - x0, anchor="mm")
+        sheet.text(
+            ((x0 + x1) / 2, top + height / 2), str(step + 1), _size(height), (255, 255, 255), x1 - x0, anchor="mm"
+        )
 
 
 def _lane_totals(sheet: _Sheet, summary: Mapping, tops: Mapping[str, float], height: float) -> None:
@@ -564,7 +577,11 @@ def _timeline_legend(sheet: _Sheet, height: int, lanes: set[str], busy, hatched:
     named = {"sample.step": "eager step", "sample.replay": "graph replay", "sample.capture": "capture"}
     entries = [(_colour(phase), words) for phase, words in named.items() if phase in lanes]
     entries += [(GPU_COLOUR, "GPU busy")] if any(share is not None and own for share, own in busy) else []
-    entries += [(GPU_INFERRED, "GPU busy, from the measured step")] if any(s is not None and not own for s, own in busy) else []
+    entries += (
+        [(GPU_INFERRED, "GPU busy, from the measured step")]
+        if any(s is not None and not own for s, own in busy)
+        else []
+    )
     entries += [(None, "GPU not measured")] if any(share is None for share, _ in busy) else []
     entries += [(UNACCOUNTED, "unaccounted: no phase ran")]
     for colour, words in entries:

@@ -1,4 +1,5 @@
 """Comparison, range, digest, first differing stage, and the verdict that a person reads."""
+
 from __future__ import annotations
 
 import json
@@ -48,7 +49,7 @@ def brute_force(a: torch.Tensor, b: torch.Tensor) -> dict:
             per_frame[index[0]] = max(per_frame[index[0]], gap)
             if gap > largest:
                 largest, place = gap, tuple(index)
-    return dict(differing=differing, largest=largest, first=first, place=place, per_frame=per_frame)
+    return {"differing": differing, "largest": largest, "first": first, "place": place, "per_frame": per_frame}
 
 
 # ---------------------------------------------------------------------------------------------------------- comparison
@@ -307,7 +308,9 @@ def test_equal_says_how_much_was_compared_and_in_which_range():
     arm = Arm("graphed", "eager", tuple(trial(case=f"seed {s}", replay=r) for r in (1, 2, 3) for s in (7, 8)))
     verdict = judge(arm, [REPEATED])
     assert verdict.status == "equal" and verdict.bit_exact
-    assert verdict.words.startswith("equal: graphed equals eager bit for bit on frames, 2 seeds x 3 replays (frames 0.05")
+    assert verdict.words.startswith(
+        "equal: graphed equals eager bit for bit on frames, 2 seeds x 3 replays (frames 0.05"
+    )
     assert verdict.words.endswith("0 % at the ends of the range); eager repeated: equal")
 
 
@@ -370,7 +373,9 @@ def test_seeds_that_give_the_same_frames_are_not_tested():
 def test_eager_that_does_not_repeat_itself_is_a_difference():
     verdict = judge(NO_CUDA, [Arm("eager repeated", "eager", (trial(b=corrupted()),))])
     assert verdict.status == "different"
-    assert "graphed: not tested (no CUDA)" in verdict.words and "eager repeated: different (frames: 1 of" in verdict.words
+    assert (
+        "graphed: not tested (no CUDA)" in verdict.words and "eager repeated: different (frames: 1 of" in verdict.words
+    )
 
 
 def test_an_arm_that_fell_back_is_not_tested_although_its_frames_are_equal():
@@ -383,7 +388,11 @@ def test_the_waveform_is_judged_with_the_frames():
     other = sound.clone()
     other[0, 1, 4000] += 0.1
     good, bad = (
-        Trial("seed 1", (compare_frames(clip(), clip()), compare_waveforms(sound, b)), (frame_range(clip()), waveform_range(b)))
+        Trial(
+            "seed 1",
+            (compare_frames(clip(), clip()), compare_waveforms(sound, b)),
+            (frame_range(clip()), waveform_range(b)),
+        )
         for b in (sound, other)
     )
     assert "on frames and waveform" in judge(Arm("graphed", "eager", (good,))).words

@@ -1,4 +1,5 @@
 """The pictures are read back pixel by pixel: their colours carry the findings."""
+
 from __future__ import annotations
 
 import io
@@ -136,9 +137,25 @@ def test_a_png_holds_the_picture():
 
 def phase(phase_name, start, wall, gpu=None, **attrs) -> list[dict]:
     """The begin and end lines of a phase, with the fields that design.md section 5 names."""
-    begin = dict(render="r", t_ms=start, phase=phase_name, event="begin", attrs=attrs)
-    end = begin | dict(event="end", t_ms=start + wall, wall_ms=wall, gpu_ms=gpu, gpu_busy=gpu / wall if gpu else None)
-    return [begin, end | dict(gpu_method="cupti" if gpu else None, stream_ms=None, cpu_ms=wall, mem_peak_bytes=None, nvml=None)]
+    begin = {"render": "r", "t_ms": start, "phase": phase_name, "event": "begin", "attrs": attrs}
+    end = begin | {
+        "event": "end",
+        "t_ms": start + wall,
+        "wall_ms": wall,
+        "gpu_ms": gpu,
+        "gpu_busy": gpu / wall if gpu else None,
+    }
+    return [
+        begin,
+        end
+        | {
+            "gpu_method": "cupti" if gpu else None,
+            "stream_ms": None,
+            "cpu_ms": wall,
+            "mem_peak_bytes": None,
+            "nvml": None,
+        },
+    ]
 
 
 def render(steps=4, step_ms=100.0) -> list[dict]:
@@ -165,7 +182,7 @@ def test_every_step_has_its_bar_and_bars_are_to_scale():
     assert len(steps) == 4
     widths = [end - start for start, end in steps]
     assert max(widths) - min(widths) <= 1
-    (start, end), = [(s, e) for s, e in bars(picture, "prepare")]
+    ((start, end),) = [(s, e) for s, e in bars(picture, "prepare")]
     assert (end - start + 3) / (widths[0] + 3) == pytest.approx(0.5, abs=0.02)
     assert end < steps[0][0]
 
@@ -184,15 +201,17 @@ def gpu_height(picture: np.ndarray, colour, columns) -> int:
 
 
 def test_the_gpu_band_is_as_high_as_the_gpu_was_busy():
-    events = render(1) + phase("sample.replay", 190, 100, 100.0, step=1) + phase("sample.replay", 290, 100, 50.0, step=2)
+    events = (
+        render(1) + phase("sample.replay", 190, 100, 100.0, step=1) + phase("sample.replay", 290, 100, 50.0, step=2)
+    )
     picture = levels(timeline_picture(events))
     full, half = (gpu_height(picture, pictures.GPU_COLOUR, columns) for columns in bars(picture, "sample.replay"))
     assert full > 20 and half / full == pytest.approx(0.5, abs=0.05)
     assert gpu_height(picture, pictures.GPU_COLOUR, bars(picture, "sample.step")[0]) == 0
 
 
-def test_eager_steps_take_their_share_from_the_measured_step_whose_wall_the_profiler_stretched():
-    events = render(2, 100.0) + phase("sample.measure", 300, 400, 80.0, step=2)
+def test_eager_steps_take_their_share_from_the_measured_step_whose_own_wall_is_stretched():
+    events = render(2, 100.0) + phase("sample.measure", 300, 400, 80.0, step=2, eager_wall_ms=100.0)
     events += phase("sample.replay", 700, 100, 100.0, step=3)
     picture = levels(timeline_picture(events))
     whole = gpu_height(picture, pictures.GPU_COLOUR, bars(picture, "sample.replay")[0])
@@ -203,7 +222,9 @@ def test_eager_steps_take_their_share_from_the_measured_step_whose_wall_the_prof
 
 def test_time_of_other_nodes_is_cut_out_and_a_long_load_does_not_dwarf_the_render():
     alone = bars(levels(timeline_picture(render())), "sample.step")[0]
-    later = phase("segment", 100_000, 60, name="LTXGraphVideoDecode") + phase("decode.video.chunk", 100_000, 60, chunk=0)
+    later = phase("segment", 100_000, 60, name="LTXGraphVideoDecode") + phase(
+        "decode.video.chunk", 100_000, 60, chunk=0
+    )
     far = bars(levels(timeline_picture(render() + later)), "sample.step")[0]
     loaded = bars(levels(timeline_picture(phase("load.read", -40_000, 40_000) + render())), "sample.step")[0]
     for bar in (far, loaded):
