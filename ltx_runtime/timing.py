@@ -301,6 +301,8 @@ class Timeline:
     def _begin(self, name: str, attrs: dict[str, Any]) -> Phase:
         self._require_current()
         plain = _plain(attrs, name)  # before anything is recorded: a bad attr must not leave a phase open
+        # Before the memory statistics too: under cudaMallocAsync reading them would invalidate the capture.
+        _refuse_in_capture(self.device, name)
         self._fold_peak_memory()
         phase = Phase(name, attrs, self.device)
         self._open.append(phase)
@@ -465,11 +467,15 @@ def _now() -> tuple[int, int]:
 def _record_event(device: torch.device, phase_name: str) -> torch.cuda.Event | None:
     if device.type != "cuda":
         return None
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"phase {phase_name} can't begin or end while the current stream is capturing a graph")
+    _refuse_in_capture(device, phase_name)
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+def _refuse_in_capture(device: torch.device, phase_name: str) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"phase {phase_name} can't begin or end while the current stream is capturing a graph")
 
 
 def _check_name(name: str) -> None:
