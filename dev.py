@@ -250,7 +250,8 @@ def ensure_browser() -> None:
 def demo() -> int:
     ensure_venv()
     ensure_comfyui()
-    return subprocess.call([VENV_PYTHON, ROOT / "tests" / "comfy" / "demo.py", ROOT / ".demo"])
+    script = ROOT / "tests" / "comfy" / "demo.py"
+    return subprocess.call([VENV_PYTHON, script, ROOT / ".demo"], env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 def test(arguments: list[str]) -> int:

@@ -1,9 +1,14 @@
 """Fixtures of the tests against a real ComfyUI: one checkout, one server for most of them."""
 from __future__ import annotations
 
+import io
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
+from server import ComfyClient, ComfyServer, Run, install_pack, install_tiny, make_base
 
 import dev
 
@@ -20,3 +25,36 @@ def comfyui() -> Path:
 @pytest.fixture(scope="session")
 def comfyui_overlay() -> Path:
     return dev.overlay_dir()
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory) -> Path:
+    """A base directory with the pack as published, the tiny files under their published names, and the test nodes."""
+    folder = make_base(tmp_path_factory.mktemp("base"))
+    install_pack(folder)
+    install_tiny(folder)
+    shutil.copytree(Path(__file__).with_name("test_pack"), folder / "custom_nodes" / "ltxgraph_test_pack")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(base, comfyui, comfyui_overlay):
+    with ComfyServer(base, comfyui, overlay=comfyui_overlay) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server) -> ComfyClient:
+    return server.client()
+
+
+@pytest.fixture(scope="session")
+def frames_of(server):
+    """A function from a successful run to the frames that one of its nodes saved, (N, H, W, 3) uint8."""
+
+    def frames_of(run: Run, node: str = "save") -> np.ndarray:
+        assert run.outcome == "execution_success", run.error
+        files = run.outputs[node]["images"]
+        return np.stack([np.asarray(Image.open(io.BytesIO(server.client().view(file)))) for file in files])
+
+    return frames_of

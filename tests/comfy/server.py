@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.parse
@@ -103,6 +104,16 @@ def install_pack(base: Path) -> Path:
     return target
 
 
+def install_tiny(base: Path, seed: int = 0) -> None:
+    """Write the tiny checkpoints and conditioning into the base, under the names of the published files."""
+    from ltx_runtime.tiny import write_tiny_checkpoints
+
+    folders = {"transformer": "models/diffusion_models", "video_vae": "models/vae", "positive": "input", "negative": "input"}
+    with tempfile.TemporaryDirectory() as written:
+        for part, path in write_tiny_checkpoints(written, seed=seed).items():
+            shutil.move(path, base / folders[part] / path.name)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -129,6 +140,9 @@ class ComfyServer:
         self.log_path = base / "comfyui.log"
         self._comfyui = comfyui
         self._environment = comfyui_environment(overlay)
+        if cpu:
+            # Tiny tensors: more threads than one only wait for each other.
+            self._environment["OMP_NUM_THREADS"] = "1"
         self._arguments = [*(["--cpu"] if cpu else []), *arguments]
         self._process: subprocess.Popen | None = None
         self.port = 0
@@ -210,14 +224,15 @@ class ComfyClient:
         # A proxy in the environment must not see loopback requests.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def _request(self, path: str, body: dict | None = None) -> bytes:
+    def read(self, path: str, body: dict | None = None) -> bytes:
+        """Bytes of a GET, or of a POST of a JSON body."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data=data, headers={"Content-Type": "application/json"})
         with self._opener.open(request, timeout=60) as response:
             return response.read()
 
     def get(self, path: str) -> dict:
-        return json.loads(self._request(path))
+        return json.loads(self.read(path))
 
     def system_stats(self) -> dict:
         return self.get("/system_stats")
@@ -225,10 +240,10 @@ class ComfyClient:
     def object_info(self) -> dict[str, dict]:
         return self.get("/object_info")
 
-    def queue(self, prompt: dict, *, also_partial: bool = False) -> str:
+    def queue(self, prompt: dict) -> str:
         """POST /prompt. Returns the prompt id. Raises PromptRefused unless every output node was accepted."""
         try:
-            reply = json.loads(self._request("/prompt", {"prompt": prompt, "client_id": self._client_id}))
+            reply = json.loads(self.read("/prompt", {"prompt": prompt, "client_id": self._client_id}))
         except urllib.error.HTTPError as refusal:
             raise PromptRefused(json.loads(refusal.read())) from None
         # ComfyUI answers 200 as long as one output node is valid and drops the others.
@@ -237,16 +252,16 @@ class ComfyClient:
         return reply["prompt_id"]
 
     def interrupt(self) -> None:
-        self._request("/interrupt", {})
+        self.read("/interrupt", {})
 
     def free(self) -> None:
         """Unload models and drop cached outputs; ComfyUI does it before the next prompt or within a moment."""
-        self._request("/free", {"unload_models": True, "free_memory": True})
+        self.read("/free", {"unload_models": True, "free_memory": True})
 
     def view(self, file: dict) -> bytes:
         """The bytes of one file named in an output: {filename, subfolder, type}."""
         query = urllib.parse.urlencode({key: file[key] for key in ("filename", "subfolder", "type")})
-        return self._request(f"/view?{query}")
+        return self.read(f"/view?{query}")
 
     def run(self, prompt: dict, *, on_event: Callable[[dict], None] | None = None, timeout_s: float = 300) -> Run:
         """Queue a prompt and follow it to its end, whichever that is. Raises PromptRefused, TimeoutError."""

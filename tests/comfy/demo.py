@@ -1,0 +1,149 @@
+"""The demo: bundled API workflows on a real ComfyUI with tiny checkpoints, followed, decoded back, judged.
+
+    python3 dev.py demo
+
+Works in DEMO_DIR/base, a ComfyUI base directory of its own, made anew each time. Exits 0 only when the video could be
+decoded and its frames counted, and the verdicts are what this machine should give: `equal` with CUDA; without it the
+graph arm can't run, so `not tested`, with the eager arm repeated and equal.
+"""
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import av
+from server import ComfyServer, Run, install_pack, install_tiny, make_base
+
+import dev
+
+WORKFLOWS = dev.ROOT / "workflows" / "api"
+WITHOUT_CUDA = "not tested: no CUDA; eager repeated: equal"
+WITH_CUDA = "equal"
+BAR = 24
+
+
+class DemoFailed(Exception):
+    pass
+
+
+class ProgressLine:
+    """The running node and its bar, rewritten on a terminal; elsewhere one line for each node that had more than one step."""
+
+    def __init__(self, workflow: dict[str, dict]):
+        self._titles = {node_id: node["_meta"]["title"] for node_id, node in workflow.items()}
+        self._live = sys.stdout.isatty()
+        self._finished: set[str] = set()
+
+    def __call__(self, event: dict) -> None:
+        if event["type"] != "progress_state":
+            return
+        for node_id, state in event["data"]["nodes"].items():
+            value, total = int(state["value"]), max(1, int(state["max"]))
+            filled = BAR * value // total
+            line = f"  [{'#' * filled}{'-' * (BAR - filled)}] {self._titles[node_id]} {value}/{total}"
+            if self._live and state["state"] == "running":
+                print("\r" + line[:100].ljust(100), end="", flush=True)
+            if not self._live and state["state"] == "finished" and total > 1 and node_id not in self._finished:
+                self._finished.add(node_id)
+                print(line, flush=True)
+
+    def clear(self) -> None:
+        if self._live:
+            print("\r" + " " * 100 + "\r", end="", flush=True)
+
+
+def run_workflow(server: ComfyServer, name: str) -> tuple[dict, Run]:
+    """Run workflows/api/NAME.json to its end. Raises DemoFailed with the server's words, PromptRefused."""
+    workflow = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
+    print(f"\n{name}: workflows/api/{name}.json", flush=True)
+    progress = ProgressLine(workflow)
+    run = server.client().run(workflow, on_event=progress)
+    progress.clear()
+    if run.outcome != "execution_success":
+        raise DemoFailed(f"{name}: {run.outcome}: {run.error}\n{server.log()[-4000:]}")
+    return workflow, run
+
+
+def output_of(workflow: dict, run: Run, *class_types: str) -> dict:
+    """What the first node of these classes put into the history."""
+    return next(run.outputs[node_id] for node_id, node in workflow.items() if node["class_type"] in class_types)
+
+
+def saved_files(base: Path, workflow: dict, run: Run, class_type: str) -> list[Path]:
+    nodes = [node_id for node_id, node in workflow.items() if node["class_type"] == class_type]
+    files = [file for node_id in nodes for file in run.outputs[node_id]["images"]]
+    return [base / file["type"] / file["subfolder"] / file["filename"] for file in files]
+
+
+def count_frames(video: Path) -> tuple[int, int, int]:
+    """(frames, width, height) of a video file, every frame decoded."""
+    with av.open(str(video)) as container:
+        sizes = [(frame.width, frame.height) for frame in container.decode(video=0)]
+    return (len(sizes), *sizes[0])
+
+
+def check_verdict(name: str, words: str, expected: str) -> None:
+    if not words.startswith(expected):
+        raise DemoFailed(f"{name}: the verdict is {words!r}; this machine should give {expected!r}.")
+    print(f"verdict       {words} (as expected on this machine)")
+
+
+def show(demo: Path, what: str, path: Path, note: str = "") -> None:
+    print(f"{what:<13} {path.relative_to(demo.parent)}{'  ' + note if note else ''}")
+
+
+def text_to_video(demo: Path, server: ComfyServer, expected: str) -> None:
+    workflow, run = run_workflow(server, "demo_text_to_video")
+    parity = output_of(workflow, run, "LTXGraphTimingParity")
+    print(parity["text"][0])
+    video = saved_files(server.base, workflow, run, "SaveVideo")[0]
+    frames, width, height = count_frames(video)
+    wanted = next(node["inputs"] for node in workflow.values() if node["class_type"] == "LTXGraphEmptyLatent")
+    if (frames, width, height) != (wanted["length"], wanted["width"], wanted["height"]):
+        raise DemoFailed(f"{video} decodes to {frames} frames of {width}x{height}, the workflow asks for {wanted}.")
+    show(demo, "video", video, f"decoded back: {frames} frames of {width}x{height}")
+    for what, picture in zip(("difference", "timeline"), saved_files(server.base, workflow, run, "SaveImage")):
+        show(demo, what, picture)
+    for render in parity["ltxgraph_report"][0]["renders"]:
+        log = server.base / "output" / "ltxgraph" / f"{render['render']}.jsonl"
+        show(demo, "phase log", log, f"{render['name']}, {sum(1 for _ in log.open(encoding='utf-8'))} events")
+    check_verdict("demo_text_to_video", parity["ltxgraph_report"][0]["verdict"]["words"], expected)
+
+
+def parity_run(demo: Path, server: ComfyServer, expected: str) -> None:
+    workflow, run = run_workflow(server, "demo_parity")
+    parity = output_of(workflow, run, "LTXGraphParityRun")
+    for what, picture in zip(("difference", "timeline"), saved_files(server.base, workflow, run, "SaveImage")):
+        show(demo, what, picture)
+    check_verdict("demo_parity", parity["ltxgraph_report"][0]["verdict"]["words"], expected)
+
+
+def main(demo: Path) -> None:
+    import torch
+
+    cuda = torch.cuda.is_available()
+    expected = WITH_CUDA if cuda else WITHOUT_CUDA
+    shutil.rmtree(demo, ignore_errors=True)
+    base = make_base(demo / "base")
+    install_pack(base)
+    print("writing tiny checkpoints under the published names", flush=True)
+    install_tiny(base)
+    print("starting ComfyUI", flush=True)
+    with ComfyServer(base, dev.comfyui_dir(), overlay=dev.overlay_dir(), cpu=not cuda) as server:
+        version = server.client().system_stats()["system"]["comfyui_version"]
+        print(f"ComfyUI {version} at {server.url}, {'CUDA' if cuda else 'CPU'}, log {server.log_path.relative_to(demo.parent)}")
+        text_to_video(demo, server, expected)
+        parity_run(demo, server, expected)
+    print(
+        "\nThe weights are random, so the picture means nothing; its frames, its timing and its verdict are real."
+        "\nOpen the same workflow in your ComfyUI: Templates, ComfyUI-LTXGraph."
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]).resolve())
+    except DemoFailed as failure:
+        sys.exit(f"demo failed: {failure}")

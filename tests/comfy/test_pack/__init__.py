@@ -1,0 +1,82 @@
+"""Nodes that only the server tests have: what a broken or foreign node would put on a socket."""
+import torch
+from comfy.nested_tensor import NestedTensor
+
+
+class LTXTestRaise:
+    """A node downstream that fails."""
+
+    RETURN_TYPES = ()
+    OUTPUT_NODE = True
+    FUNCTION = "run"
+    CATEGORY = "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"images": ("IMAGE",)}}
+
+    def run(self, images):
+        raise RuntimeError("this node always fails")
+
+
+class LTXTestLatent:
+    """A LATENT that LTX can't use, or one that is legal and rare."""
+
+    RETURN_TYPES = ("LATENT",)
+    FUNCTION = "run"
+    CATEGORY = "test"
+
+    MAKE = {
+        "image latent": lambda: torch.zeros(1, 4, 2, 2),
+        "foreign channels": lambda: torch.zeros(1, 16, 2, 2, 2),
+        "unequal batch": lambda: NestedTensor((torch.zeros(2, 128, 2, 2, 2), torch.zeros(1, 8, 9, 16))),
+        "one part": lambda: NestedTensor((torch.zeros(1, 128, 2, 2, 2),)),
+        "NaN": lambda: torch.full((1, 128, 2, 2, 2), float("nan")),
+        "audio": lambda: torch.zeros(1, 8, 9, 16),
+        "nothing": lambda: None,
+    }
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"kind": (list(cls.MAKE),)}}
+
+    def run(self, kind):
+        samples = self.MAKE[kind]()
+        return ({} if samples is None else {"samples": samples},)
+
+
+class LTXTestConditioningKey:
+    """A CONDITIONING with one more key in its dict."""
+
+    RETURN_TYPES = ("CONDITIONING",)
+    FUNCTION = "run"
+    CATEGORY = "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"conditioning": ("CONDITIONING",), "key": ("STRING",), "value": ("FLOAT",)}}
+
+    def run(self, conditioning, key, value):
+        return ([[features, {**settings, key: value}] for features, settings in conditioning],)
+
+
+class LTXTestVideoNoise:
+    """A NOISE that knows nothing of nested latents."""
+
+    RETURN_TYPES = ("NOISE",)
+    FUNCTION = "run"
+    CATEGORY = "test"
+    seed = 0
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {}}
+
+    def run(self):
+        return (self,)
+
+    def generate_noise(self, latent):
+        return torch.zeros(latent["samples"].shape)
+
+
+NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (LTXTestRaise, LTXTestLatent, LTXTestConditioningKey, LTXTestVideoNoise)}

@@ -1,0 +1,269 @@
+"""Bad input through a real ComfyUI: refused by name, before any work where that is possible, and nothing breaks after it."""
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import prompts
+import pytest
+import torch
+from prompts import TRANSFORMER, VIDEO_VAE, node
+from safetensors import safe_open
+from safetensors.torch import save_file
+from server import PromptRefused
+
+from ltx_runtime.conditioning_file import save_conditioning
+from ltx_runtime.tiny import write_tiny_checkpoints
+
+
+def sampled(**latent_or_sampler) -> dict:
+    """A render with changed sampler inputs."""
+    prompt = prompts.render()
+    prompt["sampler"]["inputs"].update(latent_or_sampler)
+    return prompt
+
+
+def refusal(client, prompt) -> str:
+    """What ComfyUI answers to a prompt that must not be queued."""
+    with pytest.raises(PromptRefused) as refused:
+        client.run(prompt)
+    return refused.value.details()
+
+
+def failure(client, prompt, at: str = "sampler") -> str:
+    """The message of the node that must fail."""
+    run = client.run(prompt)
+    assert run.outcome == "execution_error"
+    assert run.data("execution_error")[0]["node_id"] == at
+    return run.error
+
+
+# Refused when queued
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        ({"length": 10}, ("num_frames=10", "9", "17")),
+        ({"length": 120}, ("num_frames=120", "113", "121")),
+        ({"width": 100}, ("width=100", "96", "128")),
+        ({"height": 720}, ("height=720", "704", "736")),
+    ],
+)
+def test_size_off_the_grid(client, size, words):
+    prompt = prompts.render()
+    prompt["latent"]["inputs"].update(size)
+    text = refusal(client, prompt)
+    assert all(word in text for word in words), text
+
+
+def test_size_off_the_grid_by_a_link(client):
+    """A linked value is known only when the node runs: the same words then."""
+    prompt = prompts.render()
+    prompt["length"] = node("PrimitiveInt", value=10)
+    prompt["latent"]["inputs"]["length"] = ["length", 0]
+    text = failure(client, prompt, at="latent")
+    assert "num_frames=10" in text and "17" in text
+
+
+@pytest.fixture
+def model_file(base):
+    """A function that puts a file into a model folder for one test."""
+    made = []
+
+    def place(folder: str, name: str, content: bytes | None = None, copy_of=None):
+        path = base / "models" / folder / name
+        made.append(path)
+        if copy_of is not None:
+            shutil.copy(copy_of, path)
+        else:
+            path.write_bytes(content)
+        return name
+
+    yield place
+    for path in made:
+        path.unlink()
+
+
+def test_a_vae_picked_as_the_transformer(client, base, model_file):
+    name = model_file("diffusion_models", "mistaken.safetensors", copy_of=base / "models/vae" / VIDEO_VAE)
+    prompt = prompts.render()
+    prompt["model"]["inputs"]["unet_name"] = name
+    text = refusal(client, prompt)
+    assert name in text and "video VAE" in text
+
+
+def test_a_transformer_picked_as_the_vae(client, base, model_file):
+    name = model_file("vae", "mistaken.safetensors", copy_of=base / "models/diffusion_models" / TRANSFORMER)
+    prompt = prompts.render()
+    prompt["video_vae"]["inputs"]["vae_name"] = name
+    text = refusal(client, prompt)
+    assert name in text and "transformer" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 42018190584\n", "LFS"),
+        (b"<!DOCTYPE html><html><title>Access denied</title></html>", "web page"),
+        (b"\x80\x02}q\x00.", "pickle"),
+    ],
+)
+def test_files_that_are_no_checkpoint(client, model_file, content, word):
+    prompt = prompts.render()
+    prompt["model"]["inputs"]["unet_name"] = model_file("diffusion_models", "download.safetensors", content)
+    text = refusal(client, prompt)
+    assert "download.safetensors" in text and word.lower() in text.lower(), text
+
+
+def test_a_truncated_file(client, base, model_file):
+    whole = (base / "models/diffusion_models" / TRANSFORMER).read_bytes()
+    prompt = prompts.render()
+    prompt["model"]["inputs"]["unet_name"] = model_file("diffusion_models", "half.safetensors", whole[: len(whole) // 2])
+    text = refusal(client, prompt)
+    assert "half.safetensors" in text and "truncated" in text, text
+
+
+def test_a_file_that_is_not_there(client):
+    prompt = prompts.render()
+    prompt["model"]["inputs"]["unet_name"] = "absent.safetensors"
+    text = refusal(client, prompt)
+    assert "absent.safetensors" in text and "models/diffusion_models" in text
+
+
+def test_conditioning_outside_its_folders(client):
+    prompt = prompts.render()
+    prompt["positive"]["inputs"]["conditioning_name"] = "../user/default/comfy.settings.json"
+    assert "not a plain file name" in refusal(client, prompt)
+
+
+# Refused when run, before the weights are read
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("image latent", ("latent_image", "(1, 4, 2, 2)", "128")),
+        ("foreign channels", ("latent_image", "(1, 16, 2, 2, 2)", "128")),
+        ("unequal batch", ("latent_image", "batch 2", "1")),
+        ("one part", ("latent_image", "1 part")),
+        ("NaN", ("video latent", "NaN")),
+        ("nothing", ("latent_image", "samples")),
+    ],
+)
+def test_latents_that_are_none_of_ltx(client, kind, words):
+    prompt = prompts.render()
+    prompt["latent"] = node("LTXTestLatent", kind=kind)
+    text = failure(client, prompt)
+    assert all(word in text for word in words), text
+
+
+def test_noise_mask_is_refused_not_ignored(client):
+    prompt = sampled(latent_image=["masked", 0])
+    prompt["latent"]["inputs"]["with_audio"] = False
+    prompt["mask"] = node("SolidMask", value=0.5, width=64, height=64)
+    prompt["masked"] = node("SetLatentNoiseMask", samples=["latent", 0], mask=["mask", 0])
+    assert "noise_mask" in failure(client, prompt)
+
+
+@pytest.mark.parametrize("key", ["keyframe_idxs", "guide_attention_entries", "ref_audio", "control", "a_future_key"])
+def test_conditioning_keys_are_refused_not_ignored(client, key):
+    prompt = sampled(positive=["keyed", 0])
+    prompt["keyed"] = node("LTXTestConditioningKey", conditioning=["positive", 0], key=key, value=1.0)
+    text = failure(client, prompt)
+    assert "positive" in text and key in text
+
+
+def test_combined_prompts_are_refused(client):
+    prompt = sampled(positive=["both", 0])
+    prompt["both"] = node("ConditioningCombine", conditioning_1=["positive", 0], conditioning_2=["positive", 0])
+    assert "2 conditioning entries" in failure(client, prompt)
+
+
+@pytest.mark.parametrize(("features", "word"), [(torch.zeros(1, 5, 100), "192"), (torch.full((1, 5, 192), float("nan")), "NaN")])
+def test_conditioning_that_does_not_fit(client, base, features, word):
+    file = base / "input" / "unfit.safetensors"
+    save_conditioning(file, [(features, {"unprocessed_ltxav_embeds": True})])
+    prompt = prompts.render()
+    prompt["positive"]["inputs"]["conditioning_name"] = file.name
+    text = failure(client, prompt)
+    file.unlink()
+    assert word in text, text
+
+
+def test_foreign_sampler_is_refused_by_name(client):
+    prompt = sampled(sampler=["other", 0])
+    prompt["other"] = node("KSamplerSelect", sampler_name="dpmpp_2m")
+    assert "dpmpp_2m" in failure(client, prompt)
+
+
+def test_noise_without_sound_for_a_latent_with_sound(client):
+    prompt = sampled(noise=["none", 0])
+    prompt["none"] = node("LTXTestVideoNoise")
+    text = failure(client, prompt)
+    assert "noise" in text and "RandomNoise" in text
+
+
+def test_sigmas_that_rise(client):
+    prompt = sampled(sigmas=["sigmas", 0])
+    prompt["sigmas"] = node("ManualSigmas", sigmas="0.5, 1.0, 0.0")
+    assert "decrease" in failure(client, prompt)
+
+
+def test_sound_alone_can_not_be_decoded_to_pictures(client):
+    prompt = prompts.render()
+    prompt["latent"] = node("LTXTestLatent", kind="audio")
+    assert "samples" in failure(client, prompt, at="decode")
+
+
+# CUDA graphs on a machine without CUDA
+
+
+def test_graph_without_cuda_runs_eager_or_raises(client, frames_of):
+    eager = frames_of(client.run(sampled(cuda_graph="off")))
+    asked = frames_of(client.run(sampled(cuda_graph="on")))
+    assert np.array_equal(eager, asked)
+    assert "CUDA" in failure(client, sampled(cuda_graph="on", on_capture_failure="error"))
+
+
+# Files that change or hold NaN
+
+
+@pytest.fixture
+def changing_file(base, tmp_path):
+    """The transformer's path, and its original content restored afterwards."""
+    path = base / "models" / "diffusion_models" / TRANSFORMER
+    kept = tmp_path / "kept.safetensors"
+    shutil.copy2(path, kept)
+    yield path
+    shutil.copy(kept, path)
+
+
+def test_a_file_that_changes_between_runs_is_read_again(client, changing_file, tmp_path, frames_of):
+    before = frames_of(client.run(prompts.render()))
+    original = changing_file.read_bytes()
+    changing_file.write_bytes(write_tiny_checkpoints(tmp_path / "other", seed=1)["transformer"].read_bytes())
+    changed = client.run(prompts.render())
+    assert "model" in changed.executed_nodes
+    assert not np.array_equal(frames_of(changed), before)
+    changing_file.write_bytes(original)
+    assert np.array_equal(frames_of(client.run(prompts.render())), before)
+
+
+def test_nan_in_the_weights_names_the_phase(client, changing_file, tmp_path, frames_of):
+    with safe_open(changing_file, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+        metadata = file.metadata()
+    name = next(name for name in tensors if name.endswith("transformer_blocks.1.ff.net.2.weight"))
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, tmp_path / "nan.safetensors", metadata)
+    changing_file.write_bytes((tmp_path / "nan.safetensors").read_bytes())
+    text = failure(client, prompts.render())
+    assert "sample.step" in text, text
+
+
+def test_history_keeps_the_error(client):
+    run = client.run(sampled(cuda_graph="on", on_capture_failure="error"))
+    assert run.history["status"]["status_str"] == "error"
+    assert "CUDA" in json.dumps(run.history["status"]["messages"])

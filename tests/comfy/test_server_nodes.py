@@ -1,0 +1,76 @@
+"""What ComfyUI lists of the pack: nodes, sockets, help pages, templates."""
+from __future__ import annotations
+
+import json
+from urllib.parse import quote
+
+import pytest
+from server import PACK_NAME, ROOT
+
+# Node id -> input names that design.md section 3 fixes. A node id and its input names never change after release.
+NODES = {
+    "LTXGraphModelLoader": {"unet_name"},
+    "LTXGraphVideoVAELoader": {"vae_name"},
+    "LTXGraphEmptyLatent": {"width", "height", "length", "batch_size", "frame_rate", "with_audio"},
+    "LTXGraphSampler": {
+        "model", "positive", "negative", "latent_image", "seed", "noise", "schedule", "steps", "sigmas", "sampler_name", "sampler",
+        "cuda_graph", "on_capture_failure", "noise_convention", "compatibility", "report",
+    },
+    "LTXGraphVideoDecode": {"video_vae", "samples", "temporal_size", "report"},
+    "LTXGraphTimingParity": {
+        "frames_a", "frames_b", "audio_a", "audio_b", "report_a", "report_b", "tolerance", "on_difference",
+    },
+    "LTXGraphParityRun": {
+        "model", "positive", "negative", "latent_image", "seed", "noise", "schedule", "steps", "sigmas", "sampler_name", "sampler",
+        "noise_convention", "compatibility", "video_vae", "replays", "seeds", "tolerance", "on_difference",
+    },
+    "LTXGraphSaveConditioning": {"conditioning", "filename_prefix"},
+    "LTXGraphLoadConditioning": {"conditioning_name"},
+}
+WORKFLOWS = sorted(path.stem for path in (ROOT / "workflows").glob("*.json"))
+
+
+@pytest.fixture(scope="module")
+def listed(server) -> dict[str, dict]:
+    return {name: info for name, info in server.client().object_info().items() if name.startswith("LTXGraph")}
+
+
+def test_every_node_is_listed(listed):
+    assert set(listed) == set(NODES)
+    for name, info in listed.items():
+        assert info["category"] == "LTXGraph"
+        assert info["display_name"].startswith("LTX Graph")
+        assert info["description"], name
+
+
+@pytest.mark.parametrize("name", sorted(NODES))
+def test_input_names(listed, name):
+    inputs = listed[name]["input"]
+    assert set(inputs.get("required", {})) | set(inputs.get("optional", {})) == NODES[name]
+
+
+def test_sockets_are_comfyuis_own(listed):
+    outputs = {name: info["output"] for name, info in listed.items()}
+    assert outputs["LTXGraphSampler"] == ["LATENT", "LTXGRAPH_REPORT"]
+    assert outputs["LTXGraphVideoDecode"] == ["IMAGE", "LTXGRAPH_REPORT"]
+    assert outputs["LTXGraphEmptyLatent"] == ["LATENT"]
+    assert outputs["LTXGraphLoadConditioning"] == ["CONDITIONING"]
+    assert outputs["LTXGraphTimingParity"] == outputs["LTXGraphParityRun"] == ["STRING", "BOOLEAN", "IMAGE", "IMAGE"]
+
+
+@pytest.mark.parametrize("name", sorted(NODES))
+def test_help_page_is_served(client, name):
+    page = client.read(f"/extensions/{PACK_NAME}/docs/{name}.md")
+    assert page == (ROOT / "web" / "docs" / f"{name}.md").read_bytes()
+
+
+def test_templates_are_listed_and_served(client):
+    assert WORKFLOWS, "no workflow is bundled"
+    assert sorted(client.get("/workflow_templates")[PACK_NAME]) == WORKFLOWS
+    for name in WORKFLOWS:
+        served = client.read(f"/api/workflow_templates/{PACK_NAME}/{quote(name)}.json")
+        assert json.loads(served) == json.loads((ROOT / "workflows" / f"{name}.json").read_bytes())
+
+
+def test_start_up_says_nothing_about_missing_nodes(server):
+    assert "is not available" not in server.log()
