@@ -85,10 +85,10 @@ def find_model(name: str, *kinds: str, published: str) -> Path:
     )
 
 
-def file_state(path: Path) -> tuple[str, int, int]:
-    """(path, bytes, mtime in ns): changes when the file does."""
+def file_state(path: Path) -> tuple[int, int]:
+    """(bytes, mtime in ns): changes when the file does. Without the path: ComfyUI writes it into every saved picture."""
     stat = path.stat()
-    return str(path), stat.st_size, stat.st_mtime_ns
+    return stat.st_size, stat.st_mtime_ns
 
 
 def conditioning_names() -> list[str]:

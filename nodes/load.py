@@ -22,14 +22,14 @@ _VAE_FILE = "ltx-2.5-video-vae-conv-bf16.safetensors"
 
 
 @functools.lru_cache(maxsize=16)
-def _check_component(path: str, _bytes: int, _mtime_ns: int, component: str) -> None:
+def _check_component(path: Path, _state: tuple[int, int], component: str) -> None:
     require_component(read_header(path), component)
 
 
 def _checked_file(name: str, folders: tuple[str, ...], published: str, component: str) -> Path:
     """Path of a model file whose header was read and holds this component. Raises RequestError or CheckpointError."""
     path = host.find_model(name, *folders, published=published)
-    _check_component(*host.file_state(path), component)
+    _check_component(path, host.file_state(path), component)
     return path
 
 

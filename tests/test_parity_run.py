@@ -1,0 +1,131 @@
+"""Verdicts over finished clips, and both arms run here on a tiny model."""
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from ltx_runtime import tiny
+from ltx_runtime.conditioning import audio_state, text_to_video_state
+from ltx_runtime.conditioning_file import load_conditioning
+from ltx_runtime.errors import RequestError
+from ltx_runtime.parity import DIFFERENT, EQUAL, NOT_TESTED
+from ltx_runtime.parity_run import judge_clips, run_parity
+from ltx_runtime.runtime import load_transformer
+from ltx_runtime.sampler import SampleRequest, TextFeatures
+from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape
+from ltx_runtime.timing import Timeline
+from ltx_runtime.video_vae import load_video_vae
+
+GRAPHED = {"requested": "on", "mode": "graph", "decision": "on"}
+OFF = {"requested": "off", "mode": "eager", "decision": "off: eager"}
+FELL_BACK = {"requested": "on", "mode": "eager", "decision": "eager: no CUDA", "fallback": "no CUDA"}
+NOT_WORTH_IT = {"requested": "auto", "mode": "eager", "decision": "auto: 90 % busy, not captured"}
+
+
+def clip(seed: int = 0) -> torch.Tensor:
+    return torch.rand(3, 8, 8, 3, generator=torch.Generator().manual_seed(seed))
+
+
+def changed(frames: torch.Tensor, by: float) -> torch.Tensor:
+    frames = frames.clone()
+    frames[1, 2, 3, 0] += by
+    return frames
+
+
+@pytest.mark.parametrize("graphs, names", [
+    ((OFF, GRAPHED), ("eager", "graphed")),
+    ((GRAPHED, OFF), ("graphed", "eager")),
+    ((None, None), ("render A", "render B")),
+    ((OFF, OFF), ("eager A", "eager B")),
+])
+def test_equal_clips(graphs, names):
+    outcome = judge_clips((clip(), clip()), None, graphs, tolerance=0.0)
+    assert outcome.verdict.status == EQUAL and outcome.verdict.bit_exact
+    assert outcome.names == names
+    if GRAPHED in graphs:
+        assert "graphed equals eager" in outcome.verdict.words
+
+
+@pytest.mark.parametrize("graph, reason", [(FELL_BACK, "no CUDA"), (NOT_WORTH_IT, "90 % busy")])
+def test_a_render_that_ran_eager_is_no_graphed_arm(graph, reason):
+    outcome = judge_clips((clip(), clip()), None, (OFF, graph), tolerance=0.0)
+    assert outcome.verdict.status == NOT_TESTED and not outcome.verdict.bit_exact
+    assert reason in outcome.verdict.words and outcome.verdict.words.endswith("eager repeated: equal")
+
+
+def test_a_difference_is_found_whatever_ran():
+    pair = (clip(), changed(clip(), 0.01))
+    for graphs in ((OFF, GRAPHED), (OFF, FELL_BACK), (None, None)):
+        assert judge_clips(pair, None, graphs, tolerance=0.0).verdict.status == DIFFERENT
+
+
+def test_sound_is_judged_with_its_sample_rate():
+    wave = torch.rand(1, 2, 9600, generator=torch.Generator().manual_seed(1)) - 0.5
+    clips = (clip(), clip())
+    assert judge_clips(clips, ((wave, 48000), (wave, 48000)), (None, None), tolerance=0.0).verdict.status == EQUAL
+    verdict = judge_clips(clips, ((wave, 48000), (wave, 44100)), (None, None), tolerance=0.0).verdict
+    assert verdict.status == DIFFERENT and "44100" in verdict.words
+
+
+@pytest.fixture(scope="module")
+def tiny_files(tmp_path_factory):
+    return tiny.write_tiny_checkpoints(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def models(tiny_files):
+    return load_transformer(tiny_files["transformer"], device="cpu"), load_video_vae(tiny_files["video_vae"], device="cpu")
+
+
+@pytest.fixture
+def request_(tiny_files):
+    features, _ = load_conditioning(tiny_files["positive"])[0]
+    return SampleRequest(
+        video=text_to_video_state(VideoLatentShape(1, 128, 2, 1, 2), 24.0),
+        audio=audio_state(AudioLatentShape(1, 8, 9, 16)),
+        text=TextFeatures(features, processed=False),
+        sigmas=torch.tensor([1.0, 0.5, 0.0]),
+        seed=7,
+        sampler="euler_ancestral",
+    )
+
+
+def test_without_cuda_eager_is_repeated_and_nothing_passes(models, request_):
+    timelines = {}
+
+    def new_timeline(arm):
+        timelines[arm] = Timeline(None)
+        return timelines[arm]
+
+    progress = []
+    outcome = run_parity(
+        *models, request_, replays=3, seeds=2, tolerance=0.0, timelines=new_timeline, on_progress=lambda *p: progress.append(p)
+    )
+    assert outcome.verdict.words == "not tested: the model is on cpu, not on CUDA; eager repeated: equal" or (
+        not torch.cuda.is_available() and outcome.verdict.words == "not tested: no CUDA; eager repeated: equal"
+    )
+    assert outcome.names == ("eager", "eager repeated") and outcome.frames.bit_exact
+    compared = {c["name"] for c in outcome.verdict.numbers["comparisons"]}
+    assert compared == {"latent", "audio latent", "unclamped frames", "frames"}
+    assert {c["case"] for c in outcome.verdict.numbers["comparisons"]} == {"seed 7", "seed 8"}
+    assert list(timelines) == ["eager", "eager repeated"]
+    for timeline in timelines.values():
+        phases = timeline.summary()["phases"]
+        assert phases["sample.step"]["count"] == 4 and phases["decode.video.chunk"]["count"] == 2
+    assert all(done <= total for done, total in progress)
+
+
+def test_the_hosts_refusal_is_the_reason(models, request_):
+    outcome = run_parity(
+        *models, request_, replays=1, seeds=1, tolerance=0.0, timelines=lambda arm: Timeline(None), without_graphs="graphs forbidden"
+    )
+    assert outcome.verdict.words == "not tested: graphs forbidden; eager repeated: equal"
+
+
+def test_sound_alone_is_refused(models, request_):
+    with pytest.raises(RequestError, match="video part"):
+        run_parity(
+            *models, dataclasses.replace(request_, video=None), replays=1, seeds=1, tolerance=0.0, timelines=lambda arm: Timeline(None)
+        )
