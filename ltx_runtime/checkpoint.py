@@ -398,15 +398,16 @@ def _identify(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) ->
     return found
 
 
-def _quantised_format(header: CheckpointHeader, specs: Iterable[tuple[str, TensorSpec]]) -> str | None:
+def _quantised_format(header: CheckpointHeader, specs: Mapping[str, TensorSpec]) -> str | None:
     """The name of the quantisation of these tensors, or None for plain float weights."""
-    for name, spec in specs:
-        if name.endswith(".comfy_quant"):
-            return _comfy_quant_format(header, spec)
+    described = next((spec for name, spec in specs.items() if name.endswith(".comfy_quant")), None)
+    if described is not None:
+        return _comfy_quant_format(header, described)
+    if any(name.endswith(".weight_scale_2") for name in specs):
+        return "nvfp4"
+    for spec in specs.values():
         if spec.dtype in _FLOAT_DTYPES:
             continue
-        if spec.dtype == "U8" and f"{name}_scale_2" in header.tensors:
-            return "nvfp4"
         names = {"I8": "int8", "F8_E4M3": "fp8 (e4m3)", "F8_E5M2": "fp8 (e5m2)", "U8": "packed 4-bit or 8-bit"}
         return names.get(spec.dtype, f"stored as {spec.dtype}")
     return None
@@ -445,7 +446,7 @@ def match_tensors(
     """
     prefixes = tuple(prefix_map.values())
     in_file = {name: spec for name, spec in header.tensors.items() if name.startswith(prefixes)}
-    quantised = _quantised_format(header, in_file.items())
+    quantised = _quantised_format(header, in_file)
     if quantised:
         raise CheckpointError(
             f"{header.path.name}: its weights are {quantised}, which is not supported yet. "
@@ -540,7 +541,7 @@ class _Reader:
             status = os.fstat(file.fileno())
             if (status.st_size, status.st_mtime_ns) != (self._header.file_bytes, self._header.mtime_ns):
                 raise CheckpointError(
-                    f"{self._header.path.name} changed on disk since it was opened. Queue the prompt again so that the "
+                    f"{self._header.path.name} changed on disk since it was opened; queue the prompt again so that the "
                     "loader node reads it anew."
                 )
 

@@ -1,0 +1,70 @@
+"""The published files at their real size: 42 GB of holes behind a true header."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from pathlib import Path
+
+import torch
+
+from ltx_runtime.checkpoint import planned_bytes, read_header
+from ltx_runtime.config import ConvVAEConfig, TransformerConfig
+from ltx_runtime.residency import ResidentModule, build_on_meta
+from ltx_runtime.transformer import LTXTransformer
+from ltx_runtime.video_vae import ConvVideoVAE
+
+TESTS = Path(__file__).parent
+ITEM_BYTES = {"BF16": 2, "F32": 4}
+PREFIX = "model.diffusion_model."
+
+
+def manifest(name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    entries = json.loads((TESTS / "manifests" / f"{name}.json").read_text())
+    return {tensor: (dtype, tuple(shape)) for tensor, (dtype, shape) in entries.items()}
+
+
+def config_json(name: str) -> dict:
+    config = json.loads((TESTS / "configs" / f"{name}.json").read_text())
+    return config.get("metadata", {}).get("config", config)
+
+
+def published_file(path: Path, name: str) -> Path:
+    """A file with the published header and no data on the disk: holes instead."""
+    header: dict = {"__metadata__": {"config": json.dumps(config_json(name)), "model_version": "2.5.0"}}
+    end = 0
+    for tensor, (dtype, shape) in manifest(name).items():
+        start, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
+        header[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(path, 8 + len(text) + end)
+    return path
+
+
+def structure(module: torch.nn.Module, prefix: str = "") -> dict[str, tuple[str, tuple[int, ...]]]:
+    names = {torch.bfloat16: "BF16", torch.float32: "F32"}
+    return {
+        prefix + name: (names[tensor.dtype], tuple(tensor.shape)) for name, tensor in module.state_dict().items()
+    }
+
+
+def test_the_published_transformer_is_accepted_without_reading_it(tmp_path):
+    header = read_header(published_file(tmp_path / "t.safetensors", "transformer-22b"))
+    assert header.component == "transformer"
+    config = TransformerConfig.from_header(header)
+    handle = ResidentModule(header, lambda: LTXTransformer(config), {"": PREFIX}, device="cpu")
+    # transformer.md section 1: exactly the published data size.
+    assert handle.weights_bytes == 42_017_512_960
+    assert structure(build_on_meta(lambda: LTXTransformer(config)), PREFIX) == manifest("transformer-22b")
+
+
+def test_the_published_vae_is_accepted_without_reading_it(tmp_path):
+    header = read_header(published_file(tmp_path / "v.safetensors", "video_vae_conv"))
+    assert header.component == "video_vae_conv"
+    config = ConvVAEConfig.from_header(header)
+    handle = ResidentModule(header, lambda: ConvVideoVAE(config, with_encoder=True), {"": ""}, device="cpu")
+    assert handle.weights_bytes == planned_bytes(header, {"": ""}) == 2 * 726_106_225
+    assert structure(build_on_meta(lambda: ConvVideoVAE(config, with_encoder=True))) == manifest("video_vae_conv")
