@@ -40,8 +40,9 @@ _kept_for_ever: list[Any] = []
 class GraphKey:
     """Identity of a recording.
 
-    tensors: (name, shape, stride, dtype, device) of every input. statics: every plain value the function may branch on.
-    weight_generation: grows whenever the weights are loaded or changed.
+    tensors: (name, shape, stride, dtype, device) of every input. statics: every plain value the function may branch on, and
+    the process-wide switches by which PyTorch picks kernels. weight_generation: grows whenever the weights are loaded or
+    changed.
     """
 
     tensors: tuple[tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype, torch.device], ...]
@@ -53,7 +54,12 @@ class GraphKey:
         """Key of nested frozen dataclasses of tensors. Raises TypeError, naming the field, for a leaf that is neither a
         tensor nor a plain value, since the graph would bake it in."""
         tensors = tuple((n, tuple(t.shape), t.stride(), t.dtype, t.device) for n, t in named_tensors(inputs))
-        return cls(tensors, static_values(inputs), weight_generation)
+        return cls(tensors, static_values(inputs) + _kernel_switches(), weight_generation)
+
+    @property
+    def shape(self) -> tuple:
+        """The key without the weights' generation: what a step costs depends on this alone."""
+        return self.tensors, self.statics
 
     def differences(self, other: GraphKey) -> list[str]:
         """The fields in which two keys differ, as words."""
@@ -71,6 +77,24 @@ class GraphKey:
         fields |= dict(self.statics)
         fields["weight generation"] = self.weight_generation
         return fields
+
+
+def _kernel_switches() -> tuple[tuple[str, Any], ...]:
+    """Switches that other code of the process may turn between renders; an eager step would follow them, a graph can't."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return (
+        ("kernels.sdp_flash", cuda.flash_sdp_enabled()),
+        ("kernels.sdp_mem_efficient", cuda.mem_efficient_sdp_enabled()),
+        ("kernels.sdp_math", cuda.math_sdp_enabled()),
+        ("kernels.sdp_cudnn", cuda.cudnn_sdp_enabled()),
+        ("kernels.matmul_tf32", cuda.matmul.allow_tf32),
+        ("kernels.matmul_fp16_accumulation", cuda.matmul.allow_fp16_accumulation),
+        ("kernels.matmul_bf16_reduction", cuda.matmul.allow_bf16_reduced_precision_reduction),
+        ("kernels.cudnn_tf32", cudnn.allow_tf32),
+        ("kernels.cudnn_deterministic", cudnn.deterministic),
+        ("kernels.cudnn_benchmark", cudnn.benchmark),
+        ("kernels.deterministic", torch.are_deterministic_algorithms_enabled()),
+    )
 
 
 @dataclass
@@ -146,7 +170,7 @@ class GraphCache:
         self.max_graphs = max_graphs
         self.counters = GraphCounters()
         self._steps: OrderedDict[GraphKey, GraphedStep] = OrderedDict()
-        self.measurements: dict[GraphKey, Any] = {}
+        self.measurements: dict[tuple, Any] = {}  # by GraphKey.shape
         self._failed: dict[GraphKey, tuple[int, str]] = {}
         self._stream: torch.cuda.Stream | None = None
 

@@ -134,7 +134,7 @@ class StepRunner:
         self.account["missed"] = list(graphs.counters.last_miss)
         if refusal := graphs.refusal(self._key):
             self._give_up(refusal)
-        elif self._measuring and (known := graphs.measurements.get(self._key)):
+        elif self._measuring and (known := graphs.measurements.get(self._key.shape)):
             self._decide(known, at_step=0, seen_before=True)
 
     def _decide(self, measurement: BusyMeasurement, *, at_step: int, seen_before: bool) -> None:
@@ -220,7 +220,7 @@ class StepRunner:
             self._timeline.note("sample.measure", self.account["decision"])
             return outputs
         measurement = BusyMeasurement(self._timed_ms, measured.gpu_ms)
-        self._model.graphs.measurements[self._key] = measurement
+        self._model.graphs.measurements[self._key.shape] = measurement
         self._decide(measurement, at_step=index + 1, seen_before=False)
         return outputs
 
