@@ -139,8 +139,8 @@ def timeline_picture(
     """Where a render's time went: one row a phase, one bar each time it ran, a band of GPU-busy, captures marked.
 
     events: of the phase log (`Timeline.events`, or the parsed lines of its file). title: what was rendered, in words.
-    Time in which no node of ours ran is cut out, and a load that would dwarf the render is drawn shorter; both are
-    hatched, with their length below. Returns (1, height, width, 3).
+    Time between the nodes' stays is cut out, and a load that would dwarf the render is drawn shorter; both are hatched,
+    with their length below. Returns (1, height, width, 3).
     """
     events = sorted(events, key=lambda event: event["t_ms"])
     ends = [event for event in events if event["event"] == "end" and event["phase"] != SEGMENT]
@@ -157,7 +157,9 @@ def timeline_picture(
     covered = [phase_interval(event) for event in ends]
     loads = [phase_interval(event) for event in ends if event["phase"].startswith("load.")]
     others = [phase_interval(event) for event in ends if not event["phase"].startswith("load.")]
-    axis = _Axis(union([*stays, *covered]), _uncovered(loads, others), left=250, right=width - 210)
+    # On a fast CPU all phases of a small test can be shorter than the log's resolution.
+    live = union([*stays, *covered]) or [(events[0]["t_ms"], events[0]["t_ms"] + 1e-3)]
+    axis = _Axis(live, _uncovered(loads, others), left=250, right=width - 210)
     lanes = [*(["nodes"] if stays else []), "GPU busy", *dict.fromkeys(event["phase"] for event in ends), "unaccounted"]
     top, bottom = 136, height - 90
     lane_height = min((bottom - top) / len(lanes), 72.0)
@@ -433,24 +435,20 @@ def _timeline_heading(sheet, summary: Mapping, title: str, ends: Sequence[Mappin
     if summary["mem_peak_bytes"] is not None:
         parts.append(f"peak {summary['mem_peak_bytes'] / 2**30:.1f} GiB")
     if summary["outside_ms"] > 0:
-        parts.append(f"other nodes {_time(summary['outside_ms'])}, not counted")
+        parts.append(f"elsewhere {_time(summary['outside_ms'])}, not counted")
     sheet.text((28, 56), "   |   ".join(parts), 20, FAINT, width - 56)
 
 
 class _Axis:
     """Time to pixels. Stretches in which we did not have the machine, and long loads, are drawn shorter than true."""
 
-    CUT = 34
-
     def __init__(self, live: Sequence[Interval], loads: Sequence[Interval], left: float, right: float):
         self.left, self.right = left, right
-        self.start, self.end = live[0][0], max(live[-1][1], live[0][0] + 1e-3)
-        # (start, end, pixels, words) of what is not drawn to scale. Anything below 2 % costs no more room than a cut.
-        self.hatched = [
-            (start, end, self.CUT, f"{_time(end - start)} cut")
-            for start, end in gaps(live)
-            if end - start > 0.02 * length(live)
-        ]
+        self.start, self.end = live[0][0], live[-1][1]
+        # (start, end, pixels, words) of what is not drawn to scale. A gap below 2 % costs no more room than a cut.
+        cuts = [(start, end) for start, end in gaps(live) if end - start > 0.02 * length(live)]
+        cut = min(34.0, 0.15 * (right - left) / max(len(cuts), 1))
+        self.hatched = [(start, end, cut, f"{_time(end - start)} cut") for start, end in cuts]
         rest = length(live) - length(loads)
         if rest and length(loads) > 0.25 * rest:
             pixels = 0.15 * (right - left) / length(loads)

@@ -212,7 +212,7 @@ def phase_table(summary: Mapping[str, Any]) -> str:
     ]
     lines.insert(1, "-" * len(lines[0]))
     if summary["outside_ms"]:
-        lines.append(f"between our nodes, not counted: {_ms(summary['outside_ms'])} ms")
+        lines.append(f"elsewhere, between our nodes, not counted: {_ms(summary['outside_ms'])} ms")
     errors = [f"{name}: {error}" for name, phase in summary["phases"].items() for error in phase["errors"]]
     return "\n".join(lines + [f"failed in {error}" for error in errors])
 

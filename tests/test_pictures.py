@@ -231,6 +231,13 @@ def test_time_of_other_nodes_is_cut_out_and_a_long_load_does_not_dwarf_the_rende
         assert bar[1] - bar[0] > 0.7 * (alone[1] - alone[0])
 
 
+def test_many_stays_and_stays_without_length_can_be_drawn():
+    events = [e for i in range(200) for e in phase("sample.step", 1000 * i, 10, step=0)]
+    drawn = bars(levels(timeline_picture(events)), "sample.step")
+    assert drawn[0][0] == 250 and 1380 < drawn[-1][1] <= 1390
+    assert levels(timeline_picture(phase("sample.step", 5, 0.0, step=0))).shape == (700, 1600, 3)
+
+
 def test_unaccounted_time_is_drawn_where_it_is():
     gapless = levels(timeline_picture(render()))[:-60]
     assert not where(gapless, pictures.UNACCOUNTED).any()
