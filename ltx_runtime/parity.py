@@ -43,7 +43,7 @@ VISIBLE_STEP = 1.0 / 255.0
 SILENCE = 1e-4
 # Elements compared at once. Where values differ, a float64 copy and a few masks of a chunk are alive: about 20 MB.
 CHUNK_ELEMENTS = 1024 * 1024
-# A digest passes over its int64 chunk nine times: on a CPU the chunk should stay in the cache (measured, 5x faster).
+# A digest passes over its int64 chunk nine times: on a CPU the chunk should stay in the cache (twice as fast).
 CPU_DIGEST_ELEMENTS = 256 * 1024
 # Samples to a group of a waveform's maxima: 0.1 s at 48 kHz.
 WAVEFORM_GROUP = 4800
