@@ -24,11 +24,23 @@ if TYPE_CHECKING:
 CUDA_GRAPH_MODES = ("auto", "on", "off")
 ON_CAPTURE_FAILURE = ("eager", "error")
 
-# auto: step 0 meets cold kernels, step 1 is timed with the device idle at both ends, step 2 runs in
-# timed parts.
-_TIMED_STEP, _MEASURED_STEP = 1, 2
+# auto: the first eager step of a kind meets cold kernels, the second is timed with the device idle at both ends, the third
+# runs in timed parts.
+_TIMED_RUN, _MEASURED_RUN = 1, 2
 # About 500 launches: half of what the launch queue holds.
 BLOCKS_PER_PART = 4
+
+
+@dataclass
+class _Kind:
+    """What is known of the steps that share one graph key. A render whose guidance skips passes has several kinds."""
+
+    key: GraphKey | None = None
+    recording: GraphedStep | None = None
+    capture: bool = False
+    measuring: bool = False
+    eager_runs: int = 0
+    timed_ms: float = 0.0
 
 
 @dataclass
@@ -68,41 +80,47 @@ class StepRunner:
         self._on_finished = on_finished
         self._cuda = model.device.type == "cuda"
         self._in_flight: _InFlight | None = None
-        self._recording: GraphedStep | None = None
-        self._key: GraphKey | None = None
-        self._timed_ms = 0.0
+        self._eager_only: _Kind | None = None
+        self._kinds: dict[GraphKey, _Kind] = {}
         self._streams = [n for n, s in (("video", constants.forward.video), ("audio", constants.forward.audio)) if s is not None]
         # The finite flags leave the device through pinned memory, so that reading them never waits for more than their step.
         self._probes = torch.empty(total_steps, len(self._streams), pin_memory=self._cuda)
 
         self.account: dict = {"requested": cuda_graph, "mode": "eager", "decision": "", "steps": []}
-        self._measuring = False
-        self._capture_at = -1
         if cuda_graph == "off":
+            self._eager_only = _Kind()
             self.account["decision"] = "off: eager"
         elif reason := unavailable_reason(model.device):
             self._give_up(reason)
         elif cuda_graph == "on":
-            self._capture_at = 0
             self.account["decision"] = "on: captured at first use of a shape, replayed after"
         else:
-            self._measuring = True
             self.account["decision"] = f"auto: not measured, a render of {total_steps} steps is too short"
 
     def run(self, index: int, inputs: StepInputs) -> StepOutputs:
         """Issue step `index` and wait for the one before it. The outputs may be a recording's own buffers: valid until the
         next `run`."""
-        if self._key is None and self.account["requested"] != "off" and (self._capture_at == 0 or self._measuring):
-            self._look_up(inputs)
-        if self._recording is None and index == self._capture_at:
-            outputs = self._capture(index, inputs)
+        kind = self._eager_only or self._kind(index, inputs)
+        if kind.recording is None and kind.capture:
+            outputs = self._capture(kind, index, inputs)
             if outputs is not None:
+                self.account["steps"].append("capture")
+                self._check_finite(index, outputs.probe.to("cpu"))
+                self._on_finished(index)
                 return outputs
-        if self._recording is not None:
-            return self._replay(index, inputs)
-        if self._measuring and index == _MEASURED_STEP:
-            return self._measure(index, inputs)
-        return self._eager(index, inputs)
+        if kind.recording is not None:
+            return self._replay(kind, index, inputs)
+        if kind.measuring and kind.eager_runs == _MEASURED_RUN:
+            return self._measure(kind, index, inputs)
+        return self._eager(kind, index, inputs)
+
+    def capture_ahead(self, inputs: StepInputs) -> bool:
+        """Capture without running a step, so that a later render of the same key replays at once. False: it stays eager, the
+        reason is in the account."""
+        kind = self._eager_only or self._kind(0, inputs)
+        if kind.recording is None and kind.capture:
+            self._capture(kind, 0, inputs)
+        return kind.recording is not None
 
     def __enter__(self) -> StepRunner:
         return self
@@ -113,8 +131,9 @@ class StepRunner:
             self._drain()
         elif self._in_flight is not None:
             self._timeline.end(self._in_flight.phase, error=error)
-        if self._recording is not None:
-            self._recording.forget_constants()
+        for kind in self._kinds.values():
+            if kind.recording is not None:
+                kind.recording.forget_constants()
         graphs = self._model.graphs
         self.account |= {
             "allocator": allocator_backend(),
@@ -123,32 +142,39 @@ class StepRunner:
             "counters": {k: v for k, v in vars(graphs.counters).items() if k != "last_miss"},
         }
 
-    def _look_up(self, inputs: StepInputs) -> None:
+    def _kind(self, index: int, inputs: StepInputs) -> _Kind:
+        """The kind of a step. At its first sight: find its recording, or decide what to do about one."""
+        key = GraphKey.of((self._constants, inputs), weight_generation=self._model.generation)
+        if key in self._kinds:
+            return self._kinds[key]
         graphs = self._model.graphs
-        self._key = GraphKey.of((self._constants, inputs), weight_generation=self._model.generation)
-        self._recording = graphs.find(self._key)
-        if self._recording is not None:
+        kind = self._kinds[key] = _Kind(key, graphs.find(key))
+        if kind.recording is not None:
             self.account["decision"] = "replayed: this shape was captured before"
-            self._measuring = False
-            return
+            return kind
         self.account["missed"] = list(graphs.counters.last_miss)
-        if refusal := graphs.refusal(self._key):
+        if refusal := graphs.refusal(key):
             self._give_up(refusal)
-        elif self._measuring and (known := graphs.measurements.get(self._key.shape)):
-            self._decide(known, at_step=0, seen_before=True)
+            return self._eager_only
+        if self.account["requested"] == "on":
+            kind.capture = True
+        elif known := graphs.measurements.get(key.shape):
+            self._decide(kind, known, self._total - index, seen_before=True)
+        else:
+            kind.measuring = True
+        return kind
 
-    def _decide(self, measurement: BusyMeasurement, *, at_step: int, seen_before: bool) -> None:
-        self._measuring = False
-        decision = decide(measurement, self._total - at_step, seen_before=seen_before)
+    def _decide(self, kind: _Kind, measurement: BusyMeasurement, remaining_steps: int, *, seen_before: bool) -> None:
+        kind.measuring = False
+        decision = decide(measurement, remaining_steps, seen_before=seen_before)
+        kind.capture = decision.capture
         self.account["decision"] = f"auto: {decision.words}"
         self.account["measured"] = vars(measurement) | {"gpu_busy": measurement.gpu_busy}
         self._timeline.note("sample.measure", self.account["decision"])
-        if decision.capture:
-            self._capture_at = at_step
 
     def _give_up(self, reason: str) -> None:
         """Go on eager, or raise when the user asked for that."""
-        self._measuring, self._capture_at = False, -1
+        self._eager_only = _Kind()
         self.account["fallback"] = reason
         self.account["decision"] = f"eager: {reason}"
         if self._raise_failures:
@@ -160,68 +186,67 @@ class StepRunner:
     def _step(self, constants: StepConstants, inputs: StepInputs) -> StepOutputs:
         return denoise_step(self._model.module, constants, inputs)
 
-    def _capture(self, index: int, inputs: StepInputs) -> StepOutputs | None:
-        """Capture, and take the first replay as this step. None: capture failed, the step is still to run."""
+    def _capture(self, kind: _Kind, index: int, inputs: StepInputs) -> StepOutputs | None:
+        """Capture, and give the outputs of the first replay. None: capture failed, the step is still to run."""
         self._drain()
         try:
-            self._recording, outputs = self._model.graphs.capture(
-                self._key, self._step, self._constants, inputs, lambda name: self._timeline.phase(name, step=index)
+            kind.recording, outputs = self._model.graphs.capture(
+                kind.key, self._step, self._constants, inputs, lambda name: self._timeline.phase(name, step=index)
             )
         except RestartRequiredError:
             raise
         except CaptureError as error:
             self._give_up(str(error))
             return None
-        self.account["capture"] = vars(self._recording.report)
-        self.account["steps"].append("capture")
+        self.account["capture"] = vars(kind.recording.report)
         self.account["mode"] = "graph"
-        self._check_finite(index, outputs.probe.to("cpu"))
-        self._on_finished(index)
         return outputs
 
-    def _replay(self, index: int, inputs: StepInputs) -> StepOutputs:
+    def _replay(self, kind: _Kind, index: int, inputs: StepInputs) -> StepOutputs:
         self.account["mode"] = "graph"
         phase = self._timeline.begin("sample.replay", step=index)
-        self._recording.load(self._constants, inputs)
+        kind.recording.load(self._constants, inputs)
         started = _recorded_event()
-        outputs = self._recording.replay()
+        outputs = kind.recording.replay()
         return self._issued(index, phase, outputs, (started, _recorded_event()))
 
-    def _eager(self, index: int, inputs: StepInputs) -> StepOutputs:
-        timed = self._measuring and index == _TIMED_STEP
+    def _eager(self, kind: _Kind, index: int, inputs: StepInputs) -> StepOutputs:
+        timed = kind.measuring and kind.eager_runs == _TIMED_RUN
         if timed:
             self._drain()
         phase = self._timeline.begin("sample.step", step=index)
         outputs = self._issued(index, phase, self._step(self._constants, inputs), None)
         if timed:
             self._drain()
-            self._timed_ms = phase.wall_ms
+            kind.timed_ms = phase.wall_ms
+        kind.eager_runs += 1
         return outputs
 
-    def _measure(self, index: int, inputs: StepInputs) -> StepOutputs:
+    def _measure(self, kind: _Kind, index: int, inputs: StepInputs) -> StepOutputs:
         """Run this step in timed parts, in a phase of its own; its bits are those of any eager step."""
         self._drain()
-        with self._timeline.phase("sample.measure", step=index, eager_wall_ms=self._timed_ms) as phase:
+        with self._timeline.phase("sample.measure", step=index, eager_wall_ms=kind.timed_ms) as phase:
             measured = gpu_time_behind_delay(
                 lambda: self._step(self._constants, inputs),
                 list(self._model.module.transformer_blocks)[BLOCKS_PER_PART::BLOCKS_PER_PART],
-                wall_ms=self._timed_ms,
+                wall_ms=kind.timed_ms,
                 device=self._model.device,
             )
             outputs: StepOutputs = measured.result
             phase.gpu_ms, phase.gpu_method = measured.gpu_ms, "delayed_events"
             phase.attrs["parts"] = measured.parts
+        kind.eager_runs += 1
         self.account["steps"].append("measure")
         self._check_finite(index, outputs.probe.to("cpu"))
         self._on_finished(index)
         if measured.gpu_ms is None:
-            self._measuring = False
+            kind.measuring = False
             self.account["decision"] = f"auto: GPU time could not be measured ({measured.reason}), not captured"
             self._timeline.note("sample.measure", self.account["decision"])
             return outputs
-        measurement = BusyMeasurement(self._timed_ms, measured.gpu_ms)
-        self._model.graphs.measurements[self._key.shape] = measurement
-        self._decide(measurement, at_step=index + 1, seen_before=False)
+        measurement = BusyMeasurement(kind.timed_ms, measured.gpu_ms)
+        self._model.graphs.measurements[kind.key.shape] = measurement
+        self._decide(kind, measurement, self._total - index - 1, seen_before=False)
         return outputs
 
     def _issued(self, index: int, phase: Phase, outputs: StepOutputs, replay_events) -> StepOutputs:
