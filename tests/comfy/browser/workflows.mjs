@@ -1,0 +1,81 @@
+// Opens bundled workflows from ComfyUI's template list in a headless Chromium, checks, converts, runs and photographs them.
+//
+//   node workflows.mjs '{"url", "browser", "playwright", "artifacts", "workflows": [{"name", "nodes", "run"}]}'
+//
+// Prints one JSON object: workflow name -> {missing, complaint, api, outcome, error}. test_browser.py starts it.
+import { createRequire } from 'node:module';
+import path from 'node:path';
+
+const options = JSON.parse(process.argv[2]);
+const { chromium } = createRequire(path.join(options.playwright, 'package.json'))('playwright-core');
+
+// This machine may have no way out, and the page asks for pages outside: every such connection must fail at once.
+const browser = await chromium.launch({
+  executablePath: options.browser,
+  args: [
+    '--no-sandbox', '--disable-gpu', '--disable-dev-shm-usage', '--disable-quic', '--no-first-run', '--disable-sync',
+    '--disable-background-networking', '--disable-component-update',
+    '--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1',
+  ],
+});
+
+async function openPage() {
+  const page = await browser.newPage({ viewport: { width: 1800, height: 1100 } });
+  await page.route('**/*', (route) =>
+    new URL(route.request().url()).hostname === '127.0.0.1' ? route.continue() : route.abort());
+  await page.goto(options.url);
+  await page.waitForFunction(() => window.app?.graph && window.app.extensionManager);
+  return page;
+}
+
+async function openTemplate(page, { name, nodes }) {
+  await page.evaluate(() => window.app.extensionManager.command.execute('Comfy.BrowseTemplates'));
+  await page.click(`[data-testid="template-workflow-${name}"]`);
+  await page.waitForFunction((count) => window.app.graph.nodes.length === count, nodes);
+  await page.waitForSelector('[data-testid="template-workflows-content"]', { state: 'detached' });
+}
+
+// Types in the graph, subgraphs included, that no installed node registered.
+function missingTypes() {
+  const missing = new Set();
+  const walk = (graph) => {
+    for (const node of graph.nodes) {
+      if (node.subgraph) walk(node.subgraph);
+      else if (!(node.type in window.LiteGraph.registered_node_types)) missing.add(node.type);
+    }
+  };
+  walk(window.app.graph);
+  return [...missing];
+}
+
+// Queue the open workflow as the Run button does, and wait for its end.
+function runToTheEnd() {
+  return new Promise((resolve) => {
+    for (const type of ['execution_success', 'execution_error', 'execution_interrupted']) {
+      window.app.api.addEventListener(type, ({ detail }) =>
+        resolve({ outcome: type, error: detail.exception_message ?? '' }), { once: true });
+    }
+    window.app.extensionManager.command.execute('Comfy.QueuePrompt');
+  });
+}
+
+const results = {};
+for (const workflow of options.workflows) {
+  const page = await openPage();
+  await openTemplate(page, workflow);
+  const result = {
+    missing: await page.evaluate(missingTypes),
+    complaint: /missing node/i.test(await page.evaluate(() => document.body.innerText)),
+    api: await page.evaluate(async () => (await window.app.graphToPrompt()).output),
+  };
+  if (workflow.run) Object.assign(result, await page.evaluate(runToTheEnd));
+  await page.evaluate(() => window.app.extensionManager.command.execute('Comfy.Canvas.FitView'));
+  // Pictures and videos of the outputs are loaded after the final event.
+  await page.waitForLoadState('networkidle');
+  await page.waitForTimeout(1500);
+  await page.screenshot({ path: path.join(options.artifacts, `${workflow.name}.png`) });
+  await page.close();
+  results[workflow.name] = result;
+}
+await browser.close();
+console.log(JSON.stringify(results));
