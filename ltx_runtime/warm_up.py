@@ -1,0 +1,35 @@
+"""Capture before it is needed, so that a served request never captures."""
+from __future__ import annotations
+
+import torch
+
+from .sampler import SampleRequest, prepare
+from .step_runner import StepRunner
+from .timing import Timeline
+
+
+
+def warm_up(
+    model, request: SampleRequest, *, timeline: Timeline | None = None, on_capture_failure: str = "eager"
+) -> dict:
+    """Record the step of a request without rendering it. Returns the account, as in `SampleResult.graph`.
+
+    A later `sample` with cuda_graph "on" or "auto" replays at once when its shapes are those of the request; seed, prompt
+    (up to 1024 tokens), frame rate and sigmas may differ. Costs one eager step, one recording and one replay, shown as
+    the phases sample.warmup and sample.capture. Raises what `sample` raises before its first step.
+    """
+    timeline = timeline or Timeline(None, device=model.device)
+    model.ensure_resident(timeline)
+    with torch.inference_mode():
+        prepared = prepare(model, request, timeline)
+        with StepRunner(
+            model,
+            prepared.constants,
+            len(prepared.coefficients),
+            timeline,
+            cuda_graph="on",
+            on_capture_failure=on_capture_failure,
+            on_finished=lambda index: None,
+        ) as runner:
+            runner.capture_ahead(prepared.inputs(0, prepared.start))
+    return runner.account
