@@ -10,11 +10,12 @@ import json
 import os
 import re
 import struct
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Callable, ContextManager, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -222,7 +223,7 @@ def _no_progress(done_bytes: int, total_bytes: int) -> None:
     return None
 
 
-def _no_phase(name: str, **attrs: Any) -> ContextManager[None]:
+def _no_phase(name: str, **attrs: Any) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -530,10 +531,7 @@ class _Reader:
             self._pool = stack.enter_context(ThreadPoolExecutor(READ_THREADS, thread_name_prefix="ltx-read"))
             self._stack = stack.pop_all()
 
-    def __enter__(self) -> _Reader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
+    def close(self) -> None:
         self._stack.close()
 
     def check_unchanged(self) -> None:
@@ -577,7 +575,7 @@ def _read_tensors(
     place = _read_to_host if device.type == "cpu" else _read_through_staging
     tensors: dict[str, Tensor] = {}
     done = 0
-    with _Reader(header) as reader:
+    with closing(_Reader(header)) as reader:
         for piece_bytes, completed in place(reader, wanted, device):
             for name, tensor in completed:
                 tensors[name] = tensor if dtype is None else tensor.to(dtype)

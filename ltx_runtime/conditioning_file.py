@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 from safetensors.torch import load, save_file
@@ -42,7 +43,7 @@ def save_conditioning(path: str | os.PathLike[str], entries: Sequence[Entry]) ->
         for key, value in values.items():
             if isinstance(value, Tensor):
                 if key == "cond":
-                    raise RequestError(f"conditioning entry {index} holds a tensor under 'cond', which this format uses.")
+                    raise RequestError(f"conditioning entry {index} holds a tensor 'cond', a name of this format.")
                 tensors[f"entry.{index}.{key}"] = _own_copy(value)
             elif type(value) in _PLAIN:
                 plain_values[index][key] = value

@@ -7,8 +7,9 @@ not implement is refused; an unknown key is ignored.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -256,7 +257,7 @@ class ConvVAEConfig:
 
     encoder_blocks and decoder_blocks are (kind, options) pairs as in the file, both in encoder order: the decoder walks
     its list backwards. Kinds: res_x with num_layers; compress_{space,time,all} (decoder), or the same with _res
-    appended (encoder), with multiplier.
+    appended (encoder), with multiplier. model_version is None when the file does not say.
     """
 
     latent_channels: int
@@ -266,7 +267,7 @@ class ConvVAEConfig:
     encoder_blocks: tuple[tuple[str, Mapping[str, int]], ...]
     decoder_blocks: tuple[tuple[str, Mapping[str, int]], ...]
     causal_decoder: bool
-    model_version: str
+    model_version: str | None
 
     @classmethod
     def from_header(cls, header: CheckpointHeader) -> ConvVAEConfig:
@@ -309,7 +310,7 @@ class ConvVAEConfig:
             encoder_blocks=_blocks(settings, "encoder_blocks", _ENCODER_KINDS, source),
             decoder_blocks=_blocks(settings, "decoder_blocks", _DECODER_KINDS, source),
             causal_decoder=bool(settings.get("causal_decoder", False)),
-            model_version=model_version or "2.5.0",
+            model_version=model_version,
         )
 
 

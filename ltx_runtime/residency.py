@@ -1,7 +1,8 @@
 """Weights that come and go: a module that a host may evict when memory is short, and read again at the next use."""
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Callable, Mapping
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn

@@ -11,9 +11,10 @@ import json
 import math
 import os
 import zlib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -41,10 +42,11 @@ _PIXEL_GAIN = 0.4 / 0.6
 def random_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Random values, on the generator's device, at the scale of the tensor's role in a trained model.
 
-    Matrices and kernels keep the variance of their input (deviation 1 / sqrt(fan-in)), so activations stay near 1 through
-    any number of layers. q and k norm weights near 2 give attention scores a deviation of 4: a query picks few keys, and
-    a prompt of ten tokens shows among a thousand registers. Modulation tables let every branch add about a third of the
-    stream; registers are as large as prompt tokens, latent deviations near 1; biases and embeddings are small.
+    Matrices and kernels keep the variance of their input (deviation 1 / sqrt(fan-in)), so activations stay near 1
+    through any number of layers. q and k norm weights near 2 give attention scores a deviation of 4: a query picks few
+    keys, and a prompt of ten tokens shows among a thousand registers. Modulation tables let every branch add about a
+    third of the stream; registers are as large as prompt tokens, latent deviations near 1; biases and embeddings are
+    small.
     """
     mean, deviation = 0.0, 0.1
     if name.endswith(("q_norm.weight", "k_norm.weight")):
@@ -168,7 +170,7 @@ def write_tiny_monolith(path: str | os.PathLike[str], *, seed: int = 0) -> Path:
 
 
 def write_tiny_conditioning(path: str | os.PathLike[str], *, num_tokens: int, seed: int = 0) -> Path:
-    """Write one prompt as the native text encoder of LTX-2.5 leaves it: features of real tokens, connectors not run."""
+    """Write one prompt as the native text encoder of LTX-2.5 leaves it: real tokens only, connectors not run."""
     config = tiny_transformer_config()
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(1, num_tokens, config.context_width + config.audio_context_width, generator=generator)
@@ -201,12 +203,10 @@ def _random_weights(build: Any, config: Any, prefix: str, seed: int) -> dict[str
 def _write(
     path: str | os.PathLike[str], tensors: dict[str, Tensor], config: dict[str, Any], model_version: str
 ) -> Path:
-    gemma = "gemma4-12b-ltx-v1" if model_version.startswith("2.5") else "gemma3-12b"
-    metadata = {
-        "config": json.dumps(config),
-        "model_version": model_version,
-        "gemma_source_checkpoint": json.dumps({"ltx_version": model_version, "gemma_version": gemma}),
-    }
+    metadata = {"config": json.dumps(config), "model_version": model_version}
+    if "transformer" in config and model_version == "2.5.0":
+        gemma = {"ltx_version": model_version, "gemma_version": "gemma4-12b-ltx-v1"}
+        metadata["gemma_source_checkpoint"] = json.dumps(gemma)
     save_file(tensors, path, metadata=metadata)
     return Path(path)
 

@@ -8,6 +8,7 @@ import pickle
 import struct
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,8 @@ def test_text_encoder_is_recognised(tmp_path):
 
 def test_monolith_holds_several_components(tmp_path):
     tensors = load_file(GOLDENS / "transformer_w_av23.safetensors")
-    tensors |= {f"vae.{name}": tensor for name, tensor in load_file(GOLDENS / "video_vae_conv_tiny.safetensors").items()}
+    vae = load_file(GOLDENS / "video_vae_conv_tiny.safetensors")
+    tensors |= {f"vae.{name}": tensor for name, tensor in vae.items()}
     path = tmp_path / "ltx-2.3.safetensors"
     save_file(tensors, path)
     header = read_header(path)
@@ -113,7 +115,7 @@ def test_monolith_holds_several_components(tmp_path):
     "file, wanted, words",
     [
         ("video_vae_conv_tiny", "transformer", ("is the conv video VAE, not the LTX transformer", "diffusion_models")),
-        ("transformer_w_av25", "video_vae_conv", ("is the LTX transformer", "ltx-2.5-video-vae-conv-bf16", "models/vae")),
+        ("transformer_w_av25", "video_vae_conv", ("is the LTX transformer", "video-vae-conv-bf16", "models/vae")),
         ("transformer_w_av25", "text_encoder", ("is the LTX transformer, not the text encoder",)),
         ("transformer_lora", "transformer", ("is a LoRA",)),
         ("transformer_eps", "transformer", ("a file of another kind", "first tensor is")),
@@ -239,7 +241,7 @@ def test_staged_reads_give_the_same_bits(tmp_path, monkeypatch, file, piece_byte
     monkeypatch.setattr(checkpoint, "STAGING_BYTES", piece_bytes)
     header = read_header(path)
     read, counted = {}, 0
-    with checkpoint._Reader(header) as reader:
+    with closing(checkpoint._Reader(header)) as reader:
         for count, completed in checkpoint._read_through_staging(reader, header.tensors, torch.device("cpu")):
             read |= dict(completed)
             counted += count
@@ -262,7 +264,8 @@ def test_pieces_are_large_sequential_and_leave_other_components_out(tmp_path):
     pieces = checkpoint._plan_pieces(wanted, 10 * gap)
     assert [(piece.start, piece.end) for piece in pieces] == [(0, 300 + gap), (301 + 2 * gap, 1301 + 2 * gap)]
     assert [part[0] for part in pieces[0].parts] == ["first", "second", "near"]
-    assert [piece.end - piece.start for piece in checkpoint._plan_pieces({"far": wanted["far"]}, 400)] == [400, 400, 200]
+    split = checkpoint._plan_pieces({"far": wanted["far"]}, 400)
+    assert [piece.end - piece.start for piece in split] == [400, 400, 200]
 
 
 def test_every_mismatch_is_reported_at_once_and_in_few_lines(tmp_path):
@@ -432,12 +435,13 @@ def test_the_host_holds_no_second_copy(tmp_path):
     os.truncate(path, path.stat().st_size + count * size)
     script = """
 import resource, sys, torch
+from contextlib import closing
 from dataclasses import replace
 from ltx_runtime import checkpoint
 header = checkpoint.read_header(sys.argv[1])
 wanted = {name: replace(spec, dtype="BF16", shape=(spec.num_bytes // 2,)) for name, spec in header.tensors.items()}
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-with checkpoint._Reader(header) as reader:
+with closing(checkpoint._Reader(header)) as reader:
     done = sum(n for n, _ in checkpoint._read_through_staging(reader, wanted, torch.device("meta")))
 unit = 1 if sys.platform == "darwin" else 1024
 print(done, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit)

@@ -57,8 +57,9 @@ def test_transformer_has_every_name_dtype_and_key_of_the_published_file(paths):
     for name, spec in header.tensors.items():
         assert spec.dtype == manifest[name][0]
         assert len(spec.shape) == len(manifest[name][1])
-    published = json.loads((TESTS / "configs" / "transformer-22b.json").read_text())["metadata"]["config"]["transformer"]
-    assert header.config["transformer"].keys() == published.keys()
+    published = json.loads((TESTS / "configs" / "transformer-22b.json").read_text())["metadata"]
+    assert header.config["transformer"].keys() == published["config"]["transformer"].keys()
+    assert header.metadata.keys() == published.keys()
     assert header.metadata["model_version"] == "2.5.0"
     assert TransformerConfig.from_header(header) == tiny_transformer_config()
 
