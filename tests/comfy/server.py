@@ -82,10 +82,10 @@ class Run:
 
 
 def make_base(base: Path) -> Path:
-    """An empty ComfyUI base directory whose first page load opens no tutorial over the canvas."""
+    """An empty ComfyUI base directory whose first page load puts no tutorial over the canvas."""
     for folder in ("custom_nodes", "input", "output", "temp", "models/diffusion_models", "models/vae", "user/default"):
         (base / folder).mkdir(parents=True, exist_ok=True)
-    settings = {"Comfy.TutorialCompleted": True, "Comfy.Release.Status": "what's new seen"}
+    settings = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False}
     (base / "user/default/comfy.settings.json").write_text(json.dumps(settings), encoding="utf-8")
     return base
 
