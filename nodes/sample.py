@@ -8,7 +8,7 @@ from comfy_api.latest import io
 
 from ..ltx_runtime.conditioning import audio_state, text_to_video_state
 from ..ltx_runtime.errors import CaptureError, RequestError
-from ..ltx_runtime.memory import sampling_bytes
+from ..ltx_runtime.memory import activation_item_bytes, sampling_bytes
 from ..ltx_runtime.noise import NOISE_CONVENTIONS
 from ..ltx_runtime.sampler import SampleRequest, sample
 from ..ltx_runtime.schedules import SAMPLERS, SCHEDULES, check_sigmas, resolve_sampler, resolve_schedule
@@ -160,7 +160,9 @@ class SamplingJob:
     notes: tuple[str, ...]
 
     def activation_bytes(self, *, recorded: bool) -> int:
-        return sampling_bytes(self.model.model, self.request, recorded=recorded)
+        model = self.model.model
+        item_bytes = activation_item_bytes(model.header)
+        return sampling_bytes(model.config, self.request, item_bytes=item_bytes, recorded=recorded)
 
 
 def read_job(
