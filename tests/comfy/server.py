@@ -85,7 +85,8 @@ def make_base(base: Path) -> Path:
     """An empty ComfyUI base directory whose first page load puts no tutorial over the canvas."""
     for folder in ("custom_nodes", "input", "output", "temp", "models/diffusion_models", "models/vae", "user/default"):
         (base / folder).mkdir(parents=True, exist_ok=True)
-    settings = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False}
+    settings = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False,
+                "LiteGraph.Canvas.MinFontSizeForLOD": 0}
     (base / "user/default/comfy.settings.json").write_text(json.dumps(settings), encoding="utf-8")
     return base
 
@@ -240,10 +241,11 @@ class ComfyClient:
     def object_info(self) -> dict[str, dict]:
         return self.get("/object_info")
 
-    def queue(self, prompt: dict) -> str:
+    def queue(self, prompt: dict, extra_data: dict | None = None) -> str:
         """POST /prompt. Returns the prompt id. Raises PromptRefused unless every output node was accepted."""
+        body = {"prompt": prompt, "client_id": self._client_id, "extra_data": extra_data or {}}
         try:
-            reply = json.loads(self.read("/prompt", {"prompt": prompt, "client_id": self._client_id}))
+            reply = json.loads(self.read("/prompt", body))
         except urllib.error.HTTPError as refusal:
             raise PromptRefused(json.loads(refusal.read())) from None
         # ComfyUI answers 200 as long as one output node is valid and drops the others.
@@ -263,14 +265,15 @@ class ComfyClient:
         query = urllib.parse.urlencode({key: file[key] for key in ("filename", "subfolder", "type")})
         return self.read(f"/view?{query}")
 
-    def run(self, prompt: dict, *, on_event: Callable[[dict], None] | None = None, timeout_s: float = 300) -> Run:
+    def run(self, prompt: dict, *, extra_data: dict | None = None, on_event: Callable[[dict], None] | None = None,
+            timeout_s: float = 300) -> Run:
         """Queue a prompt and follow it to its end, whichever that is. Raises PromptRefused, TimeoutError."""
-        return asyncio.run(asyncio.wait_for(self._run(prompt, on_event), timeout_s))
+        return asyncio.run(asyncio.wait_for(self._run(prompt, extra_data, on_event), timeout_s))
 
-    async def _run(self, prompt: dict, on_event: Callable[[dict], None] | None) -> Run:
+    async def _run(self, prompt: dict, extra_data: dict | None, on_event: Callable[[dict], None] | None) -> Run:
         socket_url = f"{self.url}/ws?clientId={self._client_id}"
         async with aiohttp.ClientSession() as session, session.ws_connect(socket_url, max_msg_size=0) as websocket:
-            run = Run(await asyncio.to_thread(self.queue, prompt))
+            run = Run(await asyncio.to_thread(self.queue, prompt, extra_data))
             async for message in websocket:
                 if message.type == aiohttp.WSMsgType.BINARY:
                     run.previews.append(message.data)

@@ -1,11 +1,13 @@
 """Renders through a real ComfyUI: outputs, caching, native neighbours on the sockets, eviction, interruption."""
 from __future__ import annotations
 
+import io
 import json
 
 import numpy as np
 import prompts
 import pytest
+from PIL import Image
 from prompts import FRAMES, HEIGHT, WIDTH, node
 
 VERDICT_WITHOUT_CUDA = "not tested: no CUDA; eager repeated: equal"
@@ -120,6 +122,18 @@ def test_a_raising_node_downstream_leaves_the_model_usable(client, frames, frame
     repaired = client.run(prompt)
     assert repaired.executed_nodes == ["save"], "what had been rendered before the failure is kept"
     assert not np.array_equal(frames_of(repaired), frames)
+
+
+def test_previews(client, base, frames, frames_of):
+    """Shown when the user has them on, marked in the log since they read the device back, and without effect on the video."""
+    run = client.run(with_sampler(steps=32), extra_data={"preview_method": "latent2rgb"})
+    assert np.array_equal(frames_of(run), frames)
+    jpegs = [message[message.index(b"\xff\xd8\xff"):] for message in run.previews]
+    width, height = Image.open(io.BytesIO(jpegs[-1])).size
+    assert width * HEIGHT == height * WIDTH
+    events = phase_logs(base)[-1]
+    shown = [e for e in events if e["phase"] == "transfer.to_host" and e["attrs"].get("what") == "preview" and e["event"] == "end"]
+    assert len(shown) == 8
 
 
 def test_batch(client, frames_of):

@@ -20,7 +20,7 @@ const browser = await chromium.launch({
 });
 
 async function openPage() {
-  const page = await browser.newPage({ viewport: { width: 2880, height: 1500 } });
+  const page = await browser.newPage({ viewport: { width: 2400, height: 1100 } });
   await page.route('**/*', (route) =>
     new URL(route.request().url()).hostname === '127.0.0.1' ? route.continue() : route.abort());
   await page.goto(options.url);
