@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ import torch
 from ..ltx_runtime.errors import LTXError, RequestError
 from ..ltx_runtime.residency import ResidentModule
 from ..ltx_runtime.timing import Timeline, new_render_id
+
+logger = logging.getLogger("ltxgraph")
 
 CONDITIONING_FOLDER = ("ltxgraph", "conditioning")
 _OUTPUT_MARK = " [output]"
@@ -383,8 +386,12 @@ def stay(report: RenderReport | None, node: str, models: Sequence[DeviceModel]) 
 
 
 def write_trace(timeline: Timeline) -> None:
-    """The Chrome trace of a timeline, beside its log."""
-    timeline.write_chrome_trace(timeline.path.with_suffix(".trace.json"))
+    """The Chrome trace of a timeline, beside its log. A render is worth more than its trace: a full disk only warns."""
+    path = timeline.path.with_suffix(".trace.json")
+    try:
+        timeline.write_chrome_trace(path)
+    except OSError as error:
+        logger.warning("the trace %s could not be written: %s", path, error)
 
 
 def extend(report: RenderReport | None, timeline: Timeline, *, settings: dict, notes: Sequence[str] = (),
