@@ -207,7 +207,7 @@ def load_weights(
     phase = timeline.phase if timeline is not None else _no_phase
     total = sum(spec.num_bytes for spec in wanted.values())
     with phase("load.read", file=header.path.name, bytes=total, tensors=len(wanted)):
-        tensors = _read_tensors(header, wanted, device, dtype, on_progress or _no_progress)
+        tensors = read_tensors(header, wanted, device, dtype=dtype, on_progress=on_progress)
     placed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     with phase("load.place", bytes=placed, device=str(device)):
         if device.type == "cuda":
@@ -471,6 +471,13 @@ def match_tensors(
 
 
 def _mismatch_report(header: CheckpointHeader, problems: Mapping[str, list[str]]) -> str:
+    counts, lines = list_problems(problems)
+    what = f"{header.path.name} does not fit the model that its config describes: {counts} tensors."
+    return "\n".join((f"{what} {_remedy(header)}", *lines))
+
+
+def list_problems(problems: Mapping[str, list[str]]) -> tuple[str, list[str]]:
+    """Kind of problem -> the tensors that have it, as ("2 missing, 1 misshapen", lines that name them, 20 at most)."""
     found = {words: names for words, names in problems.items() if names}
     counts = ", ".join(f"{len(names)} {words}" for words, names in found.items())
     share = _MAX_REPORT_LINES // len(found)
@@ -478,8 +485,7 @@ def _mismatch_report(header: CheckpointHeader, problems: Mapping[str, list[str]]
     hidden = sum(map(len, found.values())) - len(lines)
     if hidden:
         lines.append(f"  and {hidden} more")
-    what = f"{header.path.name} does not fit the model that its config describes: {counts} tensors."
-    return "\n".join((f"{what} {_remedy(header)}", *lines))
+    return counts, lines
 
 
 def _remedy(header: CheckpointHeader) -> str:
@@ -562,14 +568,20 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _read_tensors(
+def read_tensors(
     header: CheckpointHeader,
     wanted: Mapping[str, TensorSpec],
     device: torch.device,
-    dtype: torch.dtype | None,
-    on_progress: Progress,
+    *,
+    dtype: torch.dtype | None = None,
+    on_progress: Progress | None = None,
 ) -> dict[str, Tensor]:
-    """Read the wanted tensors onto the device. On CUDA the copies may still be under way on the current stream."""
+    """Read the wanted tensors of a file onto the device, in their own dtypes or all in dtype.
+
+    wanted: name in the result -> its place in the file, of a float dtype. On CUDA the copies may still be under way on
+    the current stream. Raises CheckpointError when the file changed since the header was read.
+    """
+    on_progress = on_progress or _no_progress
     total = sum(spec.num_bytes for spec in wanted.values())
     on_progress(0, total)
     place = _read_to_host if device.type == "cpu" else _read_through_staging
