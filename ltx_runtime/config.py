@@ -98,6 +98,14 @@ _VAE_FIXED: Mapping[str, Any] = {
 _VAE_REQUIRED = ("latent_channels", "encoder_blocks", "decoder_blocks", "patch_size", "spatial_padding_mode")
 _DECODER_KINDS = ("res_x", "compress_space", "compress_time", "compress_all")
 _ENCODER_KINDS = ("res_x", "compress_space_res", "compress_time_res", "compress_all_res")
+_DIFFUSION_ENCODER_FIXED: Mapping[str, Any] = {
+    "dims": 3,
+    "in_channels": 3,
+    "norm_layer": "pixel_norm",
+    "spatial_padding_mode": "zeros",
+}
+_DIFFUSION_ENCODER_REQUIRED = ("blocks", "out_channels", "patch_size", "spatial_padding_mode")
+_UPSAMPLER_FIXED: Mapping[str, Any] = {"_class_name": "LatentUpsampler", "dims": 3}
 _PUBLISHED_ENCODER_BLOCKS = (
     ("res_x", {"num_layers": 4}),
     ("compress_space_res", {"multiplier": 2}),
@@ -269,6 +277,12 @@ class ConvVAEConfig:
     causal_decoder: bool
     model_version: str | None
 
+    @property
+    def encoder(self) -> VideoEncoderConfig:
+        return VideoEncoderConfig(
+            self.latent_channels, self.encoder_base_channels, self.patch_size, self.encoder_blocks
+        )
+
     @classmethod
     def from_header(cls, header: CheckpointHeader) -> ConvVAEConfig:
         """Read the config of the conv video VAE in a checkpoint.
@@ -311,6 +325,113 @@ class ConvVAEConfig:
             decoder_blocks=_blocks(settings, "decoder_blocks", _DECODER_KINDS, source),
             causal_decoder=bool(settings.get("causal_decoder", False)),
             model_version=model_version,
+        )
+
+
+@dataclass(frozen=True)
+class VideoEncoderConfig:
+    """The encoder, one network in the files of both video VAEs (video_vae.md sections 1 and 4). blocks: see
+    ConvVAEConfig."""
+
+    latent_channels: int
+    base_channels: int
+    patch_size: int
+    blocks: tuple[tuple[str, Mapping[str, int]], ...]
+
+    @classmethod
+    def from_header(cls, header: CheckpointHeader) -> VideoEncoderConfig:
+        """Read the encoder's config from the file of a conv or a diffusion video VAE.
+
+        Raises CheckpointError as ConvVAEConfig.from_header does, and for a file that is no video VAE.
+        """
+        if "video_vae_diffusion" not in header.prefixes:
+            return ConvVAEConfig.from_header(header).encoder
+        shapes, source = header.shapes("video_vae_diffusion"), header.path.name
+        settings = (_section(header.config, "vae", "encoder") or {}).get("encoder")
+        if settings is None:
+            settings = {
+                "blocks": _PUBLISHED_ENCODER_BLOCKS,
+                "out_channels": _size(shapes, "encoder.conv_out.conv.weight", 0, source) - 1,
+                "patch_size": 4,
+                "base_channels": _size(shapes, "encoder.conv_in.conv.weight", 0, source),
+                "spatial_padding_mode": "zeros",
+            }
+        _require_keys(settings, _DIFFUSION_ENCODER_REQUIRED, source, "vae.encoder")
+        _refuse_other_values(settings, _DIFFUSION_ENCODER_FIXED, source, "vae.encoder")
+        _require_sizes(settings, ("out_channels", "patch_size"), source)
+        return cls(
+            latent_channels=settings["out_channels"],
+            base_channels=settings.get("base_channels", 128),
+            patch_size=settings["patch_size"],
+            blocks=_blocks(settings, "blocks", _ENCODER_KINDS, source),
+        )
+
+
+@dataclass(frozen=True)
+class UpsamplerConfig:
+    """A latent upsampler (upsampler_and_duration.md section 1). spatial: doubles height and width, else the frames."""
+
+    in_channels: int
+    mid_channels: int
+    num_blocks: int
+    spatial: bool
+
+    @classmethod
+    def from_header(cls, header: CheckpointHeader) -> UpsamplerConfig:
+        """Read the config of a latent upsampler's file. Raises CheckpointError as TransformerConfig.from_header does."""
+        return cls.from_shapes(header.config, header.shapes("latent_upsampler"), source=header.path.name)
+
+    @classmethod
+    def from_shapes(cls, config: Mapping[str, Any], shapes: Shapes, *, source: str = "config") -> UpsamplerConfig:
+        """The same from plain values. config is the upsampler's own, {} where the file has none: the tensors show all."""
+        _refuse_other_values(config, _UPSAMPLER_FIXED, source, "upsampler")
+        spatial = len(shapes["upsampler.0.weight"]) == 4
+        described = (
+            bool(config.get("spatial_upsample", spatial)),
+            bool(config.get("temporal_upsample", not spatial)),
+        )
+        scale = config.get("spatial_scale", 2.0)
+        # The temporal file's own rational_resampler and spatial_scale have no effect.
+        if described != (spatial, not spatial) or (spatial and (scale != 2 or config.get("rational_resampler"))):
+            raise CheckpointError(
+                f"{source}: its config describes an upscaler of another kind (spatial_upsample={described[0]}, "
+                f"temporal_upsample={described[1]}, spatial_scale={scale}, "
+                f"rational_resampler={bool(config.get('rational_resampler'))}); this runtime has spatial x2 and temporal "
+                "x2. Use an LTX-2.5 upscaler as published."
+            )
+        sizes = {
+            "in_channels": _size(shapes, "initial_conv.weight", 1, source),
+            "mid_channels": _size(shapes, "initial_conv.weight", 0, source),
+            "num_blocks_per_stage": _count_blocks(shapes, "res_blocks"),
+        } | dict(config)
+        _require_sizes(sizes, ("in_channels", "mid_channels", "num_blocks_per_stage"), source)
+        return cls(sizes["in_channels"], sizes["mid_channels"], sizes["num_blocks_per_stage"], spatial)
+
+
+@dataclass(frozen=True)
+class DurationHeadConfig:
+    """The duration head (upsampler_and_duration.md section 2). width: of its attention, of 4 heads in the trained head.
+
+    Published metadata does not hold these sizes, so all come from the tensors.
+    """
+
+    video_width: int
+    audio_width: int
+    width: int
+    num_queries: int
+    hidden_width: int
+
+    @classmethod
+    def from_header(cls, header: CheckpointHeader) -> DurationHeadConfig:
+        """Raises CheckpointError when the file holds no duration head or lacks a tensor that shows a size."""
+        shapes, source = header.shapes("duration_head"), header.path.name
+        name = "duration_head."
+        return cls(
+            video_width=_size(shapes, f"{name}video_input_proj.weight", 1, source),
+            audio_width=_size(shapes, f"{name}audio_input_proj.weight", 1, source),
+            width=_size(shapes, f"{name}attention_pooler.query_tokens", 1, source),
+            num_queries=_size(shapes, f"{name}attention_pooler.query_tokens", 0, source),
+            hidden_width=_size(shapes, f"{name}mlp_hidden.weight", 0, source),
         )
 
 

@@ -1,7 +1,10 @@
-"""How much device memory a render takes beside the weights: asked before it starts, so that room can be made."""
+"""How much device memory a render takes beside the weights, asked before it starts, so that room can be made; and how
+much is free."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import torch
 
 from .config import TransformerConfig
 
@@ -30,3 +33,28 @@ def activation_item_bytes(header: CheckpointHeader) -> int:
     """Bytes of one activation of a transformer file: activations have the dtype of its matrices."""
     weight = next(spec for name, spec in header.tensors.items() if name.endswith("patchify_proj.weight"))
     return weight.num_bytes // weight.num_elements
+
+
+def device_free_bytes(device: torch.device) -> int | None:
+    """Memory that can still be had on this device, the allocator's own reserve included; None where nothing tells it."""
+    if device.type != "cuda":
+        return available_host_bytes()
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def available_host_bytes() -> int | None:
+    """Host memory that can be had without swapping, or None where the system does not tell (no /proc/meminfo)."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None
+
+
+def in_words(num_bytes: int) -> str:
+    """12.3 MiB, 4.56 GiB, the units of the phase log."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -39,6 +39,11 @@ def check_pixel_size(width: int, height: int, num_frames: int) -> None:
         )
 
 
+def longest_clip(num_frames: int) -> int:
+    """The largest count on the 8k+1 grid that is not above num_frames (at least 1): frames beyond it are left out."""
+    return (num_frames - 1) // TIME_FACTOR * TIME_FACTOR + 1
+
+
 def audio_latent_frames(num_frames: int, frame_rate: float) -> int:
     """Audio latent frames for a clip: round(frames / fps * 25), Python rounding (121 at 24 fps gives 126)."""
     return round(num_frames / frame_rate * AUDIO_LATENTS_PER_SECOND)

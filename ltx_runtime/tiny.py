@@ -24,7 +24,7 @@ from .conditioning_file import save_conditioning
 from .config import ConnectorConfig, ConvVAEConfig, TransformerConfig
 from .residency import build_on_meta
 from .transformer.model import LTXTransformer
-from .video_vae.conv_vae import ConvVideoVAE
+from .video_vae.conv_vae import ConvVideoEncoder, ConvVideoVAE
 
 TRANSFORMER_FILE = "ltx-2.5-22b-distilled-transformer-bf16.safetensors"
 VIDEO_VAE_FILE = "ltx-2.5-video-vae-conv-bf16.safetensors"
@@ -156,7 +156,7 @@ def write_tiny_transformer(path: str | os.PathLike[str], *, seed: int = 0, flavo
 def write_tiny_video_vae(path: str | os.PathLike[str], *, seed: int = 0) -> Path:
     """Write a conv video VAE, encoder and decoder, in the published layout (video_vae.md section 1)."""
     config = tiny_video_vae_config()
-    tensors = _random_weights(_whole_vae, config, "", seed)
+    tensors = _vae_weights(config, "", seed)
     return _write(path, tensors, {"vae": _vae_settings(config)}, config.model_version)
 
 
@@ -164,7 +164,7 @@ def write_tiny_monolith(path: str | os.PathLike[str], *, seed: int = 0) -> Path:
     """Write transformer and conv video VAE into one file, as LTX-2.3 is published."""
     transformer, vae = tiny_transformer_config("2.3"), tiny_video_vae_config()
     tensors = _random_weights(LTXTransformer, transformer, TRANSFORMER_PREFIX, seed)
-    tensors |= _random_weights(_whole_vae, vae, "vae.", seed)
+    tensors |= _vae_weights(vae, "vae.", seed)
     settings = {"transformer": _transformer_settings(transformer), "vae": _vae_settings(vae)}
     return _write(path, tensors, settings, transformer.model_version)
 
@@ -190,8 +190,9 @@ def write_tiny_checkpoints(directory: str | os.PathLike[str], *, seed: int = 0) 
     }
 
 
-def _whole_vae(config: ConvVAEConfig) -> nn.Module:
-    return ConvVideoVAE(config, with_encoder=True)
+def _vae_weights(config: ConvVAEConfig, prefix: str, seed: int) -> dict[str, Tensor]:
+    decoder = _random_weights(ConvVideoVAE, config, prefix, seed)
+    return decoder | _random_weights(ConvVideoEncoder, config.encoder, prefix, seed)
 
 
 def _random_weights(build: Any, config: Any, prefix: str, seed: int) -> dict[str, Tensor]:

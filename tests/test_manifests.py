@@ -14,7 +14,7 @@ from ltx_runtime.checkpoint import planned_bytes, read_header
 from ltx_runtime.config import ConvVAEConfig, TransformerConfig
 from ltx_runtime.residency import ResidentModule, build_on_meta
 from ltx_runtime.transformer import LTXTransformer
-from ltx_runtime.video_vae import ConvVideoVAE
+from ltx_runtime.video_vae import ConvVideoEncoder, ConvVideoVAE, VideoEncoder, VideoVAE
 
 TESTS = Path(__file__).parent
 ITEM_BYTES = {"BF16": 2, "F32": 4}
@@ -65,6 +65,8 @@ def test_the_published_vae_is_accepted_without_reading_it(tmp_path):
     header = read_header(published_file(tmp_path / "v.safetensors", "video_vae_conv"))
     assert header.component == "video_vae_conv"
     config = ConvVAEConfig.from_header(header)
-    handle = ResidentModule(header, lambda: ConvVideoVAE(config, with_encoder=True), {"": ""}, device="cpu")
-    assert handle.weights_bytes == planned_bytes(header, {"": ""}) == 2 * 726_106_225
-    assert structure(build_on_meta(lambda: ConvVideoVAE(config, with_encoder=True))) == manifest("video_vae_conv")
+    assert planned_bytes(header, {"": ""}) == 2 * 726_106_225
+    decoder, encoder = VideoVAE(header, device="cpu"), VideoEncoder(header, device="cpu")
+    assert decoder.weights_bytes + encoder.weights_bytes == 2 * 726_106_225 + 2 * 2 * 128  # both hold the statistics
+    halves = (build_on_meta(lambda: ConvVideoVAE(config)), build_on_meta(lambda: ConvVideoEncoder(config.encoder)))
+    assert structure(halves[0]) | structure(halves[1]) == manifest("video_vae_conv")

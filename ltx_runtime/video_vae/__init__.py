@@ -1,6 +1,18 @@
-"""The video VAE: conv decoder and encoder, exact temporal streaming, frames out."""
-from .conv_vae import ConvVideoVAE
+"""The video VAE: conv decoder and encoder, exact temporal streaming, frames out and in."""
+from .conv_vae import ConvVideoEncoder, ConvVideoVAE
 from .decode import VideoVAE, load_video_vae
-from .plan import DecodePlan
+from .encode import VideoEncoder, load_video_encoder
+from .plan import DecodePlan, EncodePlan
+from .statistics import PerChannelStatistics
 
-__all__ = ["ConvVideoVAE", "DecodePlan", "VideoVAE", "load_video_vae"]
+__all__ = [
+    "ConvVideoEncoder",
+    "ConvVideoVAE",
+    "DecodePlan",
+    "EncodePlan",
+    "PerChannelStatistics",
+    "VideoEncoder",
+    "VideoVAE",
+    "load_video_encoder",
+    "load_video_vae",
+]

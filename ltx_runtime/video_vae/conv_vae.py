@@ -1,17 +1,18 @@
-"""The conv video VAE as one module, with the parameter names of the published file.
+"""The networks of the conv video VAE, with the parameter names of the published file.
 
 Source: video_vae.md sections 1-4.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ..config import ConvVAEConfig
+from ..config import ConvVAEConfig, VideoEncoderConfig
 from .conv_layers import Downsample, ResBlock, Stride, TemporalConv, Upsample, patchify, unpatchify
+from .statistics import PerChannelStatistics
 from .streaming import run_in_chunks
 
 PIXEL_CHANNELS = 3
@@ -41,11 +42,11 @@ def decoder_block_specs(config: ConvVAEConfig) -> tuple[BlockSpec, ...]:
     return tuple(specs)
 
 
-def encoder_block_specs(config: ConvVAEConfig) -> tuple[BlockSpec, ...]:
+def encoder_block_specs(config: VideoEncoderConfig) -> tuple[BlockSpec, ...]:
     """down_blocks in the order of computation."""
-    width = config.encoder_base_channels
+    width = config.base_channels
     specs = []
-    for kind, options in config.encoder_blocks:
+    for kind, options in config.blocks:
         spec = _block_spec(kind, options, width, width * options.get("multiplier", 1))
         specs.append(spec)
         width = spec.out_channels
@@ -68,27 +69,6 @@ class ResBlocks(nn.Module):
 
 def layers_of(block: nn.Module) -> list[nn.Module]:
     return list(block.res_blocks) if isinstance(block, ResBlocks) else [block]
-
-
-class PerChannelStatistics(nn.Module):
-    """Mean and deviation per latent channel. The transformer works on normalised latents."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        # The file's names hold dashes, so no attribute syntax reaches them.
-        self.register_parameter("mean-of-means", nn.Parameter(torch.empty(channels)))
-        self.register_parameter("std-of-means", nn.Parameter(torch.empty(channels)))
-
-    def _float32(self, name: str) -> Tensor:
-        return self.get_parameter(name).float().view(1, -1, 1, 1, 1)
-
-    def denormalize(self, latent: Tensor) -> Tensor:
-        """latent * std + mean in float32. latent: (B, C, F, H, W)."""
-        return torch.addcmul(self._float32("mean-of-means"), latent.float(), self._float32("std-of-means"))
-
-    def normalize(self, means: Tensor) -> Tensor:
-        """(means - mean) / std in float32. means: (B, C, F, H, W)."""
-        return (means.float() - self._float32("mean-of-means")) / self._float32("std-of-means")
 
 
 class ConvDecoder(nn.Module):
@@ -123,21 +103,21 @@ class ConvDecoder(nn.Module):
     def forward(self, x: Tensor, chunk_frames: int) -> Iterator[Tensor]:
         """Denormalised latents (B, C, F, H, W) to unclamped pixels (B, 3, n, 32H, 32W) in the weights' dtype: the
         8(F-1)+1 frames piece after piece, chunk_frames latent frames at a time."""
-        for patches in run_in_chunks(self.layers(), x, chunk_frames):
+        for patches in run_in_chunks(self.layers(), [(x, True)], chunk_frames):
             yield unpatchify(patches, self.patch_size)
 
 
 class ConvEncoder(nn.Module):
     """Pixels to latents, causal in time."""
 
-    def __init__(self, config: ConvVAEConfig) -> None:
+    def __init__(self, config: VideoEncoderConfig) -> None:
         super().__init__()
         specs = encoder_block_specs(config)
         self.patch_size = config.patch_size
         self.time_factor = 1
         for spec in specs:
             self.time_factor *= spec.stride[0]
-        self.conv_in = TemporalConv(PIXEL_CHANNELS * config.patch_size**2, config.encoder_base_channels, causal=True)
+        self.conv_in = TemporalConv(PIXEL_CHANNELS * config.patch_size**2, config.base_channels, causal=True)
         self.down_blocks = nn.ModuleList(
             ResBlocks(spec.in_channels, spec.num_res_blocks, causal=True)
             if spec.num_res_blocks
@@ -157,22 +137,21 @@ class ConvEncoder(nn.Module):
                 rate //= block.stride[0]
         return layers + [(self.conv_out, rate)]
 
-    def forward(self, pixels: Tensor, chunk_frames: int) -> Iterator[Tensor]:
-        """Pixels (B, 3, 8k+1, 32H, 32W) in [-1, 1] to means (B, C, n, H, W), not normalised, in pieces as
-        ConvDecoder.forward."""
-        for moments in run_in_chunks(self.layers(), patchify(pixels, self.patch_size), chunk_frames):
+    def forward(self, pieces: Iterable[tuple[Tensor, bool]], chunk_frames: int) -> Iterator[Tensor]:
+        """Pixels in [-1, 1] to means (B, C, n, H, W), not normalised, in pieces.
+
+        pieces: (pixels (B, 3, n, 32H, 32W) in the weights' dtype, whether they are the last), 8k+1 frames in all.
+        """
+        patches = ((patchify(pixels, self.patch_size), last) for pixels, last in pieces)
+        for moments in run_in_chunks(self.layers(), patches, chunk_frames):
             yield moments[:, :-1]
 
 
 class ConvVideoVAE(nn.Module):
-    """Encoder, decoder and latent statistics. Build it on the meta device; the loader places the weights.
+    """Decoder and latent statistics. Build it on the meta device; the loader places the weights."""
 
-    with_encoder: False leaves the encoder out (0.64 GB of the published file) where only decoding is wanted.
-    """
-
-    def __init__(self, config: ConvVAEConfig, *, with_encoder: bool) -> None:
+    def __init__(self, config: ConvVAEConfig) -> None:
         super().__init__()
-        self.encoder = ConvEncoder(config) if with_encoder else None
         self.decoder = ConvDecoder(config)
         self.per_channel_statistics = PerChannelStatistics(config.latent_channels)
 
@@ -185,15 +164,22 @@ class ConvVideoVAE(nn.Module):
         """Normalised latents (B, C, F, H, W) on the weights' device to pixels, see ConvDecoder.forward."""
         return self.decoder(self.per_channel_statistics.denormalize(latent).to(self.dtype), chunk_frames)
 
-    def encode(self, pixels: Tensor, chunk_frames: int | None = None) -> Tensor:
-        """Pixels (B, 3, F, Hpx, Wpx) in [-1, 1] to normalised latents (B, C, F', H, W) in float32.
 
-        Frames beyond the last 8k+1 are dropped; Hpx and Wpx are multiples of 32.
-        chunk_frames: latent frames at a time, None for the whole clip.
-        Source: video_vae.md section 4.
-        """
-        factor = self.encoder.time_factor
-        latent_frames = (pixels.shape[2] - 1) // factor + 1
-        pixels = pixels[:, :, : (latent_frames - 1) * factor + 1].to(self.dtype)
-        means = torch.cat(list(self.encoder(pixels, chunk_frames or latent_frames)), dim=2)
-        return self.per_channel_statistics.normalize(means)
+class ConvVideoEncoder(nn.Module):
+    """Encoder and latent statistics: the other half of the conv video VAE's file, and the same weights stand in that of
+    the diffusion video VAE. A module of its own, because most renders need one half only (0.8 and 0.6 GB)."""
+
+    def __init__(self, config: VideoEncoderConfig) -> None:
+        super().__init__()
+        self.encoder = ConvEncoder(config)
+        self.per_channel_statistics = PerChannelStatistics(config.latent_channels)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The activation dtype: that of the weights."""
+        return self.encoder.conv_in.conv.weight.dtype
+
+    def encode(self, pieces: Iterable[tuple[Tensor, bool]], chunk_frames: int) -> Iterator[Tensor]:
+        """Pixels, see ConvEncoder.forward, to normalised latents (B, C, n, H, W) in float32, in pieces."""
+        for means in self.encoder(pieces, chunk_frames):
+            yield self.per_channel_statistics.normalize(means)

@@ -15,12 +15,15 @@ from torch import Tensor
 from ..checkpoint import CheckpointHeader, Progress, read_header, require_component
 from ..config import ConvVAEConfig
 from ..errors import CheckpointError, NonFiniteError, ShapeError
+from ..memory import available_host_bytes, device_free_bytes
 from ..residency import ResidentModule
 from ..shapes import SPACE_FACTOR, TIME_FACTOR, VideoLatentShape
 from ..timing import Phase, Timeline
 from .conv_vae import ConvVideoVAE
-from .host_frames import FrameTransfer, allocate_frames, available_host_bytes, frames_bytes, to_frames
-from .plan import DecodePlan, plan_decode, smaller_plan
+from .host_frames import FrameTransfer, allocate_frames, frames_bytes, to_frames
+from .in_flight import PhasesInFlight
+from .plan import DecodePlan, plan_decode, smaller_decode_plan
+from .statistics import PerChannelStatistics, load_statistics
 
 PHASE = "decode.video.chunk"
 _CONV_FILE = "ltx-2.5-video-vae-conv-bf16.safetensors"
@@ -47,7 +50,7 @@ def load_video_vae(
 
 
 class VideoVAE(ResidentModule):
-    """The conv decoder of one file. The file's encoder is not loaded."""
+    """The conv decoder of one file. The file's encoder has a handle of its own, VideoEncoder."""
 
     def __init__(self, header: CheckpointHeader, *, device: torch.device | str, dtype: torch.dtype | None = None):
         """Checks the header; the weights are read by ensure_resident, at the latest in decode."""
@@ -60,11 +63,14 @@ class VideoVAE(ResidentModule):
         self.config = ConvVAEConfig.from_header(header)
         prefix = header.prefixes["video_vae_conv"]
         prefix_map = {part: prefix + part for part in ("decoder.", "per_channel_statistics.")}
-        super().__init__(
-            header, lambda: ConvVideoVAE(self.config, with_encoder=False), prefix_map, device=device, dtype=dtype
-        )
+        super().__init__(header, lambda: ConvVideoVAE(self.config), prefix_map, device=device, dtype=dtype)
         weight = header.tensors[f"{prefix}decoder.conv_in.conv.weight"]
         self._item_bytes = dtype.itemsize if dtype else weight.num_bytes // weight.num_elements
+
+    def statistics(self) -> PerChannelStatistics:
+        """Mean and deviation of the latents on the device, read by themselves: the decoder need not be resident."""
+        prefix = self.header.prefixes["video_vae_conv"]
+        return load_statistics(self.header, prefix, self.config.latent_channels, self.device)
 
     def plan(self, latent_shape: Sequence[int], free_bytes: int | None = None, *, temporal_size: int = 0) -> DecodePlan:
         """How a latent of this shape would be decoded now.
@@ -111,7 +117,7 @@ class VideoVAE(ResidentModule):
         timeline = timeline or Timeline(None, device=self.device)
 
         def run(latent: Tensor, plan: DecodePlan) -> Tensor:
-            in_flight = _ChunksInFlight(timeline)
+            in_flight = PhasesInFlight(timeline, PHASE)
             transfer = FrameTransfer(host, self.device)
 
             def deliver(chunk: _Chunk, frames: Tensor, ready: torch.cuda.Event | None) -> None:
@@ -156,7 +162,7 @@ class VideoVAE(ResidentModule):
         def run(latent: Tensor, plan: DecodePlan) -> Tensor:
             clips: list[list[Tensor]] = [[] for _ in range(latent.shape[0])]
             ranges = []
-            with _ChunksInFlight(timeline) as in_flight:
+            with PhasesInFlight(timeline, PHASE) as in_flight:
                 for chunk in self._chunks(latent, plan, in_flight, check_cancelled):
                     ranges.append(chunk.value_range())
                     clips[chunk.item].append(chunk.pixels)
@@ -192,7 +198,7 @@ class VideoVAE(ResidentModule):
                 try:
                     return run(latent, plan)
                 except torch.OutOfMemoryError:
-                    smaller = smaller_plan(self.config, latent.shape, plan, item_bytes=self._item_bytes)
+                    smaller = smaller_decode_plan(self.config, latent.shape, plan, item_bytes=self._item_bytes)
                     if not may_shrink or smaller is None:
                         raise
                     plan = smaller
@@ -202,7 +208,7 @@ class VideoVAE(ResidentModule):
         self,
         latent: Tensor,
         plan: DecodePlan,
-        in_flight: _ChunksInFlight,
+        in_flight: PhasesInFlight,
         check_cancelled: Callable[[], None] | None,
     ) -> Iterator[_Chunk]:
         """Issue chunk after chunk, clip by clip. No host sync; a chunk's phase is open when it comes out."""
@@ -241,13 +247,10 @@ class VideoVAE(ResidentModule):
 
     def _free_bytes(self, shape: VideoLatentShape) -> int | None:
         """Memory that a decode may take on this device, None where nothing tells it."""
-        if self.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self.device)
-            free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        else:
-            free = available_host_bytes()
-            if free is None:
-                return None
+        free = device_free_bytes(self.device)
+        if free is None:
+            return None
+        if self.device.type != "cuda":
             height, width = shape.height * SPACE_FACTOR, shape.width * SPACE_FACTOR
             free -= frames_bytes(shape.batch * shape.num_frames, height, width)  # they lie in the same memory
         return max(0, free - (0 if self.resident else self.weights_bytes))
@@ -270,31 +273,6 @@ class _Chunk:
         end = self.frame + self.pixels.shape[2]
         place = f"chunk {self.index}, frames {self.frame} to {end - 1} of clip {self.item}"
         return place, torch.stack(torch.aminmax(self.pixels))
-
-
-class _ChunksInFlight:
-    """Open chunk phases: the one being issued and the one behind it. An exception ends them all."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
-        self._open: list[Phase] = []
-
-    def __enter__(self) -> _ChunksInFlight:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        for phase in self._open:
-            self._timeline.end(phase, error=error)
-
-    def begin(self, **attrs: int) -> Phase:
-        phase = self._timeline.begin(PHASE, **attrs)
-        self._open.append(phase)
-        return phase
-
-    def end(self, phase: Phase) -> None:
-        """Waits for the chunk."""
-        self._open.remove(phase)
-        self._timeline.end(phase)
 
 
 def _check_finite(ranges: list[tuple[str, Tensor]]) -> None:

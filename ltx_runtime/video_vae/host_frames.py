@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RequestError
+from ..memory import in_words
 
 # Pinning costs about 0.75 s a GB (h200_baseline.md section 4) and an IMAGE may live long in the host's cache, so the
 # frames go through two small pinned buffers and never pin the result itself.
@@ -17,28 +18,11 @@ _STAGING_BYTES = 32 << 20
 _BYTES_PER_PIXEL = 3 * torch.float32.itemsize
 
 
-def in_words(num_bytes: int) -> str:
-    """12.3 MiB, 4.56 GiB, the units of the phase log."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
-
-
 def to_frames(pixels: Tensor) -> Tensor:
     """Unclamped pixels (1, 3, F, H, W), nominally in [-1, 1] -> frames (F, H, W, 3) float32 in [0, 1], contiguous,
     computed in float32 on the device that holds them."""
     frames = pixels[0].permute(1, 2, 3, 0).to(torch.float32, memory_format=torch.contiguous_format, copy=True)
     return frames.add_(1).mul_(0.5).clamp_(0, 1)
-
-
-def available_host_bytes() -> int | None:
-    """Host memory that can be had without swapping, or None where the system does not tell (no /proc/meminfo)."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        return None
-    return None
 
 
 def frames_bytes(count: int, height: int, width: int) -> int:

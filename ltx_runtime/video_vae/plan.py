@@ -1,21 +1,25 @@
-"""How to cut a decode so that it fits: the whole clip, or an exact stream of chunks.
+"""How to cut a decode or an encode so that it fits: the whole clip, an exact stream of chunks, or tiles as a last resort.
 
 Source: video_vae.md section 5 (sizes, limits).
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..config import ConvVAEConfig
+from ..config import ConvVAEConfig, VideoEncoderConfig
+from ..memory import in_words
 from ..shapes import SPACE_FACTOR, TIME_FACTOR
-from .conv_vae import PIXEL_CHANNELS, decoder_block_specs
-from .host_frames import in_words
+from .conv_vae import PIXEL_CHANNELS, decoder_block_specs, encoder_block_specs
 
 # 32-bit indices inside cuDNN and in many kernels.
 MAX_ELEMENTS = 2**31 - 1
 # On top of the tensors counted below: small buffers, the allocator's rounding, pieces waiting between layers.
 _MARGIN = 1.1
+# Tiles are not equal to the whole picture, the less so the smaller they are.
+_SMALLEST_TILE = 8
+# The reference refuses less (64 pixels).
+_SMALLEST_OVERLAP = 2
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,20 @@ class DecodePlan:
     """
 
     chunk_frames: int
+    peak_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class EncodePlan:
+    """As DecodePlan, but that tiles change the result.
+
+    tile: latent cells (32 pixels) a side, 0 = the whole picture. overlap: latent cells that neighbouring tiles share.
+    """
+
+    chunk_frames: int
+    tile: int
+    overlap: int
     peak_bytes: int
     reason: str
 
@@ -51,7 +69,99 @@ def plan_decode(
     _, _, frames, height, width = latent_shape
 
     def need(chunk: int) -> _Footprint:
-        return _footprint(config, frames, height, width, chunk, item_bytes)
+        return _decoder_footprint(config, frames, height, width, chunk, item_bytes)
+
+    chunk, reason, fits = _choose_chunk(need, frames, _in_pixels(width, height), free_bytes, temporal_size)
+    if not fits:
+        reason += "; no chunk is smaller, so this may run out of memory: use a smaller picture"
+    return DecodePlan(chunk, need(chunk).peak_bytes, reason)
+
+
+def plan_encode(
+    config: VideoEncoderConfig,
+    latent_shape: Sequence[int],
+    *,
+    item_bytes: int,
+    free_bytes: int | None,
+    temporal_size: int = 0,
+    tile_size: int = 0,
+    overlap: int = 0,
+) -> EncodePlan:
+    """Choose the largest chunk that fits; where the smallest does not, the largest tile.
+
+    latent_shape: (B, C, F, H, W) of the result. item_bytes, free_bytes, temporal_size: see plan_decode.
+    tile_size, overlap: pixels as the user set them, 0 = planned: no tiles unless they are needed, and a quarter of a
+        tile as overlap.
+    """
+    _, _, frames, height, width = latent_shape
+    picture = _in_pixels(width, height)
+
+    def choose(tile: int) -> tuple[int, str, bool]:
+        return _choose_chunk(need(tile), frames, picture, free_bytes, temporal_size)
+
+    def need(tile: int) -> Callable[[int], _Footprint]:
+        rows, columns = (min(tile, height), min(tile, width)) if tile else (height, width)
+        return lambda chunk: _encoder_footprint(config, frames, rows, columns, chunk, item_bytes)
+
+    tile = 0 if not tile_size or tile_size >= max(height, width) * SPACE_FACTOR else tile_size // SPACE_FACTOR
+    chunk, reason, fits = choose(tile)
+    if not fits and not tile_size:
+        for tile in range(max(height, width) - 1, _SMALLEST_TILE - 1, -1):
+            chunk, reason, fits = choose(tile)
+            if fits:
+                break
+        if tile:
+            reason += "; the smallest chunk of the whole picture would not fit"
+    if not fits:
+        reason += "; nothing is smaller, so this may run out of memory: use a smaller picture"
+    return _encode_plan(tile, overlap // SPACE_FACTOR, chunk, need(tile)(chunk).peak_bytes, reason)
+
+
+def smaller_decode_plan(
+    config: ConvVAEConfig, latent_shape: Sequence[int], failed: DecodePlan, *, item_bytes: int
+) -> DecodePlan | None:
+    """Half of a plan that ran out of memory, or None when there is nothing smaller."""
+    _, _, frames, height, width = latent_shape
+    chunk = min(failed.chunk_frames, frames) // 2
+    if not chunk:
+        return None
+    footprint = _decoder_footprint(config, frames, height, width, chunk, item_bytes)
+    return DecodePlan(chunk, footprint.peak_bytes, _after_failure(chunk, footprint, failed.reason))
+
+
+def smaller_encode_plan(
+    config: VideoEncoderConfig, latent_shape: Sequence[int], failed: EncodePlan, *, item_bytes: int
+) -> EncodePlan | None:
+    """As smaller_decode_plan; once chunks are as short as they get, tiles of half the size."""
+    _, _, frames, height, width = latent_shape
+    chunk, tile = min(failed.chunk_frames, frames) // 2, failed.tile
+    if not chunk:
+        chunk, tile = 1, (tile or max(height, width)) // 2
+        if tile < _SMALLEST_TILE:
+            return None
+    rows, columns = (min(tile, height), min(tile, width)) if tile else (height, width)
+    footprint = _encoder_footprint(config, frames, rows, columns, chunk, item_bytes)
+    overlap = min(failed.overlap, tile // 2)
+    return _encode_plan(tile, overlap, chunk, footprint.peak_bytes, _after_failure(chunk, footprint, failed.reason))
+
+
+def _encode_plan(tile: int, overlap: int, chunk: int, peak_bytes: int, reason: str) -> EncodePlan:
+    """tile, overlap: latent cells, 0 = none and planned."""
+    if not tile:
+        return EncodePlan(chunk, 0, 0, peak_bytes, reason)
+    overlap = overlap or max(_SMALLEST_OVERLAP, tile // 4)
+    words = f"tiles of {tile * SPACE_FACTOR} pixels that share {overlap * SPACE_FACTOR}, each as "
+    return EncodePlan(chunk, tile, overlap, peak_bytes, words + reason)
+
+
+def _in_pixels(width: int, height: int) -> str:
+    return f"{width * SPACE_FACTOR}x{height * SPACE_FACTOR}"
+
+
+def _choose_chunk(
+    need: Callable[[int], _Footprint], frames: int, picture: str, free_bytes: int | None, temporal_size: int
+) -> tuple[int, str, bool]:
+    """(latent frames a chunk, what that is and why in words, whether it fits)."""
 
     def fits(chunk: int) -> bool:
         footprint = need(chunk)
@@ -60,15 +170,13 @@ def plan_decode(
     asked = min(frames, max(1, temporal_size // TIME_FACTOR)) if temporal_size else frames
     chunk = next((size for size in range(asked, 1, -1) if fits(size)), 1)
 
-    picture = f"{width * SPACE_FACTOR}x{height * SPACE_FACTOR}"
     free = "" if free_bytes is None else f", {in_words(free_bytes)} are free"
-    footprint = need(chunk)
     if chunk == frames:
         how = f"whole clip: {(frames - 1) * TIME_FACTOR + 1} frames of {picture}"
     else:
         how = f"exact stream: {chunk * TIME_FACTOR} frames of {picture} a chunk"
         how += f" (temporal_size {temporal_size})" if temporal_size else ""
-    reason = f"{how}, about {in_words(footprint.peak_bytes)}{free}"
+    reason = f"{how}, about {in_words(need(chunk).peak_bytes)}{free}"
     if chunk < asked:
         what = "the whole clip" if asked == frames else f"{asked * TIME_FACTOR} frames a chunk as asked"
         larger = need(asked)
@@ -76,25 +184,14 @@ def plan_decode(
             reason += f"; {what} would hold a tensor of {larger.elements:.3g} elements, the limit is {MAX_ELEMENTS:.3g}"
         else:
             reason += f"; {what} would take {in_words(larger.peak_bytes)}"
-    if not fits(chunk):
-        reason += "; no chunk is smaller, so this may run out of memory: use a smaller picture"
-    return DecodePlan(chunk, footprint.peak_bytes, reason)
+    return chunk, reason, fits(chunk)
 
 
-def smaller_plan(
-    config: ConvVAEConfig, latent_shape: Sequence[int], failed: DecodePlan, *, item_bytes: int
-) -> DecodePlan | None:
-    """Half of a plan that ran out of memory, or None when there is nothing smaller."""
-    _, _, frames, height, width = latent_shape
-    chunk = min(failed.chunk_frames, frames) // 2
-    if not chunk:
-        return None
-    footprint = _footprint(config, frames, height, width, chunk, item_bytes)
-    reason = (
+def _after_failure(chunk: int, footprint: _Footprint, failed: str) -> str:
+    return (
         f"exact stream: {chunk * TIME_FACTOR} frames a chunk, about {in_words(footprint.peak_bytes)}; "
-        f"out of memory before with: {failed.reason}"
+        f"out of memory before with: {failed}"
     )
-    return DecodePlan(chunk, footprint.peak_bytes, reason)
 
 
 @dataclass(frozen=True)
@@ -105,49 +202,87 @@ class _Footprint:
     peak_bytes: int
 
 
-def _footprint(
+class _Tally:
+    """Counts, in elements, the largest tensor, the most that is alive at once, and what streaming layers remember."""
+
+    def __init__(self) -> None:
+        self.largest = 0
+        self.alive = 0
+        self.remembered = 0
+
+    def conv(self, in_channels: int, out_channels: int, frames: int, cells: int, beside: int = 0) -> None:
+        """Input window and output, each twice: cuDNN works on channels-last copies of both. beside: what else lives."""
+        window = in_channels * (frames + 2) * cells
+        out = out_channels * frames * cells
+        self.largest = max(self.largest, window, out)
+        self.alive = max(self.alive, 2 * (window + out) + beside)
+
+
+def _frames(rate: int, chunk: int, clip_frames: int) -> int:
+    """Frames of a chunk on a grid of rate frames a latent frame; the first of a clip stands for rate of the others."""
+    return rate * chunk if chunk < clip_frames else rate * (clip_frames - 1) + 1
+
+
+def _decoder_footprint(
     config: ConvVAEConfig, clip_frames: int, height: int, width: int, chunk: int, item_bytes: int
 ) -> _Footprint:
-    """Walk the decoder and count, in elements, what is alive at once."""
     chunk = min(chunk, clip_frames)
-    streaming = chunk < clip_frames
+    tally = _Tally()
     cells = height * width  # of one frame on the current grid
     rate = 1
-    alive: list[int] = []
-    largest = 0
-    remembered = 0
-
-    def frames() -> int:
-        """Frames of a chunk on the current grid; the first of a whole clip stands for rate of a steady chunk."""
-        return rate * chunk if streaming else rate * (chunk - 1) + 1
-
-    def conv(in_channels: int, out_channels: int) -> int:
-        """Input window and output, each twice: cuDNN works on channels-last copies of both."""
-        nonlocal largest
-        window = in_channels * (frames() + 2) * cells
-        out = out_channels * frames() * cells
-        largest = max(largest, window, out)
-        return 2 * (window + out)
-
     specs = decoder_block_specs(config)
-    alive.append(conv(config.latent_channels, specs[0].in_channels))
+    tally.conv(config.latent_channels, specs[0].in_channels, _frames(rate, chunk, clip_frames), cells)
     for spec in specs:
-        frame = spec.in_channels * cells
+        frames, frame = _frames(rate, chunk, clip_frames), spec.in_channels * cells
         if spec.num_res_blocks:
-            alive.append(frames() * frame + conv(spec.in_channels, spec.in_channels))
-            remembered += spec.num_res_blocks * 6 * frame  # two frames for each conv and for the skip
+            tally.conv(spec.in_channels, spec.in_channels, frames, cells, beside=frames * frame)
+            tally.remembered += spec.num_res_blocks * 6 * frame  # two frames for each conv and for the skip
         else:
             growth = spec.stride[0] * spec.stride[1] * spec.stride[2]
-            alive.append(frames() * frame + conv(spec.in_channels, spec.out_channels * growth))
-            remembered += 2 * frame
+            tally.conv(spec.in_channels, spec.out_channels * growth, frames, cells, beside=frames * frame)
+            tally.remembered += 2 * frame
             rate *= spec.stride[0]
             cells *= spec.stride[1] * spec.stride[2]
-    pixels = PIXEL_CHANNELS * config.patch_size**2 * frames() * cells
-    alive.append(conv(specs[-1].out_channels, PIXEL_CHANNELS * config.patch_size**2) + pixels)
+    frames = _frames(rate, chunk, clip_frames)
+    out_channels = PIXEL_CHANNELS * config.patch_size**2
+    pixels = out_channels * frames * cells
+    tally.conv(specs[-1].out_channels, out_channels, frames, cells, beside=pixels)
 
     float32_frames = 4 * pixels
-    peak_bytes = max(max(alive) * item_bytes, pixels * item_bytes + float32_frames)
-    if streaming:
+    peak_bytes = max(tally.alive * item_bytes, pixels * item_bytes + float32_frames)
+    if chunk < clip_frames:
         # The chunk before is still on its way to the host.
-        peak_bytes += (remembered + pixels) * item_bytes + float32_frames
-    return _Footprint(largest, int(peak_bytes * _MARGIN))
+        peak_bytes += (tally.remembered + pixels) * item_bytes + float32_frames
+    return _Footprint(tally.largest, int(peak_bytes * _MARGIN))
+
+
+def _encoder_footprint(
+    config: VideoEncoderConfig, clip_frames: int, height: int, width: int, chunk: int, item_bytes: int
+) -> _Footprint:
+    chunk = min(chunk, clip_frames)
+    tally = _Tally()
+    cells = height * width * SPACE_FACTOR**2 // config.patch_size**2
+    rate = TIME_FACTOR
+    specs = encoder_block_specs(config)
+    in_channels = PIXEL_CHANNELS * config.patch_size**2
+    frames = _frames(rate, chunk, clip_frames)
+    pixels = in_channels * frames * cells
+    tally.conv(in_channels, config.base_channels, frames, cells, beside=2 * pixels)
+    for spec in specs:
+        frames, frame = _frames(rate, chunk, clip_frames), spec.in_channels * cells
+        if spec.num_res_blocks:
+            tally.conv(spec.in_channels, spec.in_channels, frames, cells, beside=frames * frame)
+            tally.remembered += spec.num_res_blocks * 4 * frame  # two frames for each conv
+        else:
+            # The layer's input, and a copy made even in time.
+            beside = frames * frame * (2 if spec.stride[0] == 2 else 1)
+            growth = spec.stride[0] * spec.stride[1] * spec.stride[2]
+            tally.conv(spec.in_channels, spec.out_channels // growth, frames, cells, beside=beside)
+            tally.remembered += 2 * frame
+            rate //= spec.stride[0]
+            cells //= spec.stride[1] * spec.stride[2]
+    # Beside the layers: the pixels of this chunk and, in a stream, of the next, which is on its way from the host.
+    peak = tally.alive + pixels
+    if chunk < clip_frames:
+        peak += tally.remembered + pixels
+    return _Footprint(tally.largest, int(peak * item_bytes * _MARGIN))

@@ -8,7 +8,7 @@ Source: video_vae.md section 5.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -44,32 +44,36 @@ class ClipMemory:
         return first
 
 
-def run_in_chunks(layers: Sequence[tuple[nn.Module, int]], x: Tensor, chunk_frames: int) -> Iterator[Tensor]:
+def run_in_chunks(
+    layers: Sequence[tuple[nn.Module, int]], pieces: Iterable[tuple[Tensor, bool]], chunk_frames: int
+) -> Iterator[Tensor]:
     """Send a clip through layers and yield the output frames in order, in pieces of any length above zero.
 
     layers: (layer, rate), rate = frames at the layer's input for one latent frame.
-    x: (B, C, F, H, W), the whole clip at the first layer's input.
+    pieces: the clip at the first layer's input, (frames (B, C, n, H, W), whether they are its last), in order. A piece
+    is asked for when all output of those before it is out.
     chunk_frames: latent frames a chunk; no layer gets more than rate * chunk_frames frames at once. With chunk_frames
-    no smaller than the clip, every layer runs once and one piece comes out.
+    no smaller than the clip and one piece, every layer runs once and one piece comes out.
 
     Depth first: a chunk goes as far as it can before the next one starts. The decoder looks 13.5 latent frames ahead,
     so the end of a clip leaves the layers in a burst; splitting before every layer, not only at the input, keeps the
     burst at chunk size too.
     """
     memory = ClipMemory()
-    waiting = [(0, x, True)]
-    del x
-    while waiting:
-        depth, frames, last = waiting.pop()
-        if depth == len(layers):
-            yield frames
-            continue
-        layer, rate = layers[depth]
-        limit = rate * chunk_frames
-        if frames.shape[2] > limit:
-            waiting.append((depth, frames[:, :, limit:], last))
-            frames, last = frames[:, :, :limit], False
-        frames = layer(frames, memory, last)
-        # An empty piece goes on only as the sign that the clip is over.
-        if frames.shape[2] or (last and depth + 1 < len(layers)):
-            waiting.append((depth + 1, frames, last))
+    for x, ends in pieces:
+        waiting = [(0, x, ends)]
+        del x
+        while waiting:
+            depth, frames, last = waiting.pop()
+            if depth == len(layers):
+                yield frames
+                continue
+            layer, rate = layers[depth]
+            limit = rate * chunk_frames
+            if frames.shape[2] > limit:
+                waiting.append((depth, frames[:, :, limit:], last))
+                frames, last = frames[:, :, :limit], False
+            frames = layer(frames, memory, last)
+            # An empty piece goes on only as the sign that the clip is over.
+            if frames.shape[2] or (last and depth + 1 < len(layers)):
+                waiting.append((depth + 1, frames, last))

@@ -8,18 +8,12 @@ import torch
 from safetensors import safe_open
 
 from golden_kinds import compare, metadata, metadata_json
-from ltx_runtime.checkpoint import read_header
-from ltx_runtime.config import ConvVAEConfig
-from ltx_runtime.residency import ResidentModule
-from ltx_runtime.video_vae import ConvVideoVAE
+from ltx_runtime.video_vae import ConvVideoVAE, EncodePlan, VideoEncoder, load_video_encoder, load_video_vae
 from ltx_runtime.video_vae.conv_layers import patchify, pixel_norm, unpatchify
 from ltx_runtime.video_vae.conv_vae import layers_of
 from ltx_runtime.video_vae.streaming import ClipMemory
 
-PENDING = {
-    "tiled_*": "no spatial tiling and no overlap tiling yet",
-    "enc_tiled_*": "no tiled encode yet",
-}
+PENDING = {"tiled_*": "no spatial tiling and no overlap tiling yet"}
 TOLERANCE = 1e-4
 # Entries of the metadata that describe the file and are no cases.
 _NOT_CASES = ("bf16_guidance", "workspace_path_vs_plain_max_abs")
@@ -35,21 +29,23 @@ def check(path: Path, case: str):
     if case == "unit.pixel_norm":
         yield compare("out", pixel_norm(golden["in"]), golden["out"], TOLERANCE)
         return
-    vae = _vae(path.parent / metadata(path)["weights"])
+    weights = path.parent / metadata(path)["weights"]
     with torch.inference_mode():
-        yield from (_check_decode if case.startswith("dec_") else _check_encode)(vae, golden)
+        if case.startswith("dec_"):
+            yield from _check_decode(_decoder(weights), golden)
+        else:
+            tiling = metadata_json(path, "cases")[case].get("tiling", {})
+            yield from _check_encode(_encoder(weights), golden, tiling)
 
 
 @lru_cache(maxsize=1)
-def _vae(weights: Path) -> ConvVideoVAE:
-    """The whole file, encoder included, in float32."""
-    header = read_header(weights)
-    config = ConvVAEConfig.from_header(header)
-    handle = ResidentModule(
-        header, lambda: ConvVideoVAE(config, with_encoder=True), {"": ""}, device="cpu", dtype=torch.float32
-    )
-    handle.ensure_resident()
-    return handle.module
+def _decoder(weights: Path) -> ConvVideoVAE:
+    return load_video_vae(weights, device="cpu", dtype=torch.float32).module
+
+
+@lru_cache(maxsize=1)
+def _encoder(weights: Path) -> VideoEncoder:
+    return load_video_encoder(weights, device="cpu", dtype=torch.float32)
 
 
 def _check_decode(vae: ConvVideoVAE, golden):
@@ -71,17 +67,20 @@ def _check_decode(vae: ConvVideoVAE, golden):
         yield compare("conv_out", x, golden["out"], TOLERANCE)
 
 
-def _check_encode(vae: ConvVideoVAE, golden):
-    pixels = golden["video_u8"] / 127.5 - 1
+def _check_encode(encoder: VideoEncoder, golden, tiling):
+    video = golden["video_u8"]
+    frames = video[0].permute(1, 2, 3, 0) / 255
+    tile, overlap = (tiling["width"][key] // 32 for key in ("tile_size", "overlap")) if tiling else (0, 0)
     for chunk in range(golden["latent"].shape[2], 0, -1):
-        latent = vae.encode(pixels, chunk)
+        latent = encoder.encode(frames, plan=EncodePlan(chunk, tile, overlap, 0, "golden"))
         yield compare(f"latent, {chunk} latent frames a chunk", latent, golden["latent"], TOLERANCE)
     if "inter.conv_in" in golden:
+        network = encoder.module.encoder
         memory = ClipMemory()
-        x = vae.encoder.conv_in(patchify(pixels, vae.encoder.patch_size), memory, True)
+        x = network.conv_in(patchify(video / 127.5 - 1, network.patch_size), memory, True)
         yield compare("conv_in", x, golden["inter.conv_in"], TOLERANCE)
-        for index, block in enumerate(vae.encoder.down_blocks):
+        for index, block in enumerate(network.down_blocks):
             for layer in layers_of(block):
                 x = layer(x, memory, True)
             yield compare(f"down_blocks.{index}", x, golden[f"inter.down_blocks.{index}"], TOLERANCE)
-        yield compare("conv_out", vae.encoder.conv_out(x, memory, True), golden["inter.conv_out"], TOLERANCE)
+        yield compare("conv_out", network.conv_out(x, memory, True), golden["inter.conv_out"], TOLERANCE)
