@@ -3,7 +3,9 @@
 KIND: python, sync, memory, device_sync. Prints one JSON line: what three graphed renders did, and whether each equals eager.
 Kinds python, sync and memory leave a valid capture behind (class A); device_sync invalidates it (class B).
 """
+import faulthandler
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -12,16 +14,17 @@ sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
 
 
 def main(kind: str, aimdo: bool) -> None:
+    faulthandler.dump_traceback_later(50, exit=True)  # a hang says where
     if aimdo:
         # As ComfyUI's main.py does, before torch touches the device.
         import comfy_aimdo.control
 
-        comfy_aimdo.control.init()
+        comfy_aimdo.control.init(nvml_pressure=True)
     import torch
 
     if aimdo:
         torch.cuda.init()
-        comfy_aimdo.control.init_devices([0])
+        comfy_aimdo.control.init_devices([(0, 0)])
     from ltx_runtime import cuda_graph, step_runner, steps
     from ltx_runtime.sampler import sample
     from rendering import tiny_request, tiny_transformer, tiny_video_vae
@@ -54,7 +57,10 @@ def main(kind: str, aimdo: bool) -> None:
     healthy = bool(torch.randn(16, device="cuda").isfinite().all())
     free = torch.cuda.mem_get_info()[0]
     print(json.dumps({"kind": kind, "aimdo": aimdo, "allocator": cuda_graph.allocator_backend(), "renders": renders,
-                      "healthy": healthy, "free": free}))
+                      "healthy": healthy, "free": free}), flush=True)
+    if aimdo:
+        # Its allocation hooks call back into Python, also while the interpreter shuts down: skip that.
+        os._exit(0)
 
 
 if __name__ == "__main__":
