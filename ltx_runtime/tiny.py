@@ -21,13 +21,18 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .conditioning_file import save_conditioning
-from .config import ConnectorConfig, ConvVAEConfig, TransformerConfig
+from .config import ConnectorConfig, ConvVAEConfig, DurationHeadConfig, TransformerConfig, UpsamplerConfig
+from .duration import DurationNetwork
 from .residency import build_on_meta
 from .transformer.model import LTXTransformer
+from .upsampler import UpsamplerNetwork
 from .video_vae.conv_vae import ConvVideoEncoder, ConvVideoVAE
 
 TRANSFORMER_FILE = "ltx-2.5-22b-distilled-transformer-bf16.safetensors"
 VIDEO_VAE_FILE = "ltx-2.5-video-vae-conv-bf16.safetensors"
+SPATIAL_UPSCALER_FILE = "ltx-2.5-latent-spatial-upscaler-x2-bf16-1.0.safetensors"
+TEMPORAL_UPSCALER_FILE = "ltx-2.5-latent-temporal-upscaler-x2-bf16-1.0.safetensors"
+DURATION_HEAD_FILE = "ltx-2.5-duration-head-bf16.safetensors"
 POSITIVE_FILE = "tiny-conditioning-positive.safetensors"
 NEGATIVE_FILE = "tiny-conditioning-negative.safetensors"
 
@@ -45,19 +50,21 @@ def random_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, generat
     Matrices and kernels keep the variance of their input (deviation 1 / sqrt(fan-in)), so activations stay near 1
     through any number of layers. q and k norm weights near 2 give attention scores a deviation of 4: a query picks few
     keys, and a prompt of ten tokens shows among a thousand registers. Modulation tables let every branch add about a
-    third of the stream; registers are as large as prompt tokens, latent deviations near 1; biases and embeddings are
-    small.
+    third of the stream; registers are as large as prompt tokens, latent deviations and gains of norms near 1; biases
+    and embeddings are small, but that of the duration head, which asks for about three seconds.
     """
     mean, deviation = 0.0, 0.1
     if name.endswith(("q_norm.weight", "k_norm.weight")):
         mean = 2.0
-    elif name.endswith("std-of-means"):
+    elif name.endswith("std-of-means") or (name.endswith(".weight") and len(shape) == 1):
         mean = 1.0
+    elif name.endswith("mlp_out.bias"):
+        mean = math.log(3)
     elif "scale_shift_table" in name:
         deviation = 0.3
     elif name.endswith("learnable_registers"):
         deviation = 1.0
-    elif name.endswith(".weight"):
+    elif name.endswith("weight"):
         deviation = 1.0 / math.sqrt(math.prod(shape[1:]))
         if name.endswith("decoder.conv_out.conv.weight"):
             deviation *= _PIXEL_GAIN
@@ -146,6 +153,23 @@ def tiny_video_vae_config() -> ConvVAEConfig:
     )
 
 
+def tiny_upsampler_config(*, spatial: bool) -> UpsamplerConfig:
+    """One block before and one behind; GroupNorm wants 32 channels at least."""
+    return UpsamplerConfig(in_channels=128, mid_channels=32, num_blocks=1, spatial=spatial)
+
+
+def tiny_duration_head_config() -> DurationHeadConfig:
+    """Fits the contexts of the tiny transformer."""
+    transformer = tiny_transformer_config()
+    return DurationHeadConfig(
+        video_width=transformer.context_width,
+        audio_width=transformer.audio_context_width,
+        width=32,
+        num_queries=1,
+        hidden_width=32,
+    )
+
+
 def write_tiny_transformer(path: str | os.PathLike[str], *, seed: int = 0, flavour: str = "2.5") -> Path:
     """Write a transformer with its connectors in the published layout (transformer.md sections 1 and 3)."""
     config = tiny_transformer_config(flavour)
@@ -158,6 +182,31 @@ def write_tiny_video_vae(path: str | os.PathLike[str], *, seed: int = 0) -> Path
     config = tiny_video_vae_config()
     tensors = _vae_weights(config, "", seed)
     return _write(path, tensors, {"vae": _vae_settings(config)}, config.model_version)
+
+
+def write_tiny_upsampler(path: str | os.PathLike[str], *, spatial: bool, seed: int = 0) -> Path:
+    """Write a latent upsampler in the published layout (upsampler_and_duration.md section 1)."""
+    config = tiny_upsampler_config(spatial=spatial)
+    tensors = _random_weights(UpsamplerNetwork, config, "", seed)
+    settings = {
+        "_class_name": "LatentUpsampler",
+        "in_channels": config.in_channels,
+        "mid_channels": config.mid_channels,
+        "num_blocks_per_stage": config.num_blocks,
+        "dims": 3,
+        "spatial_upsample": spatial,
+        "temporal_upsample": not spatial,
+        "spatial_scale": 2.0,
+        "rational_resampler": not spatial,
+    }
+    return _write(path, tensors, settings, "2.5.0")
+
+
+def write_tiny_duration_head(path: str | os.PathLike[str], *, seed: int = 0) -> Path:
+    """Write a duration head in the published layout (upsampler_and_duration.md section 2). Its sizes show in the tensors
+    alone, as in the published file."""
+    tensors = _random_weights(DurationNetwork, tiny_duration_head_config(), "duration_head.", seed)
+    return _write(path, tensors, {}, "2.5.0")
 
 
 def write_tiny_monolith(path: str | os.PathLike[str], *, seed: int = 0) -> Path:
@@ -185,6 +234,9 @@ def write_tiny_checkpoints(directory: str | os.PathLike[str], *, seed: int = 0) 
     return {
         "transformer": write_tiny_transformer(directory / TRANSFORMER_FILE, seed=seed),
         "video_vae": write_tiny_video_vae(directory / VIDEO_VAE_FILE, seed=seed),
+        "spatial_upscaler": write_tiny_upsampler(directory / SPATIAL_UPSCALER_FILE, spatial=True, seed=seed),
+        "temporal_upscaler": write_tiny_upsampler(directory / TEMPORAL_UPSCALER_FILE, spatial=False, seed=seed),
+        "duration_head": write_tiny_duration_head(directory / DURATION_HEAD_FILE, seed=seed),
         "positive": write_tiny_conditioning(directory / POSITIVE_FILE, num_tokens=11, seed=seed),
         "negative": write_tiny_conditioning(directory / NEGATIVE_FILE, num_tokens=7, seed=seed + 1),
     }
