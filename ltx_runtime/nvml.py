@@ -1,7 +1,5 @@
 """GPU utilisation from NVML, sampled in the background while a node works.
 
-Called through ctypes on the driver's own library, so no Python package is needed and any NVIDIA machine has it.
-
 What the number means: NVML's `utilization.gpu` is the share of the driver's last sampling window (between 1/6 s and
 1 s, by product) in which at least one kernel ran. Samples are taken faster than that so that a change is seen early,
 but neighbouring samples share a window: a phase shorter than a second also shows what ran before it, and gaps of a few
@@ -10,9 +8,7 @@ ms between kernels do not show at all. It is a cross-check on long phases; `gpu_
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,31 +18,32 @@ import torch
 log = logging.getLogger("ltxgraph")
 
 PERIOD_S = 0.02
-_BUFFER_BYTES = 96  # longest UUID text is "MIG-" or "GPU-" and 36 characters
 
 
 class NVMLError(RuntimeError):
     """NVML is absent or refuses; the message says why."""
 
 
-class _Utilization(ctypes.Structure):
-    _fields_ = [("gpu", ctypes.c_uint), ("memory", ctypes.c_uint)]  # nvmlUtilization_t, percent
-
-
 class NVMLDevice:
     """The NVML handle of one torch CUDA device, found by the UUID that the CUDA runtime reports for it, so that
     CUDA_VISIBLE_DEVICES and a different device order can't lead to a neighbour's card.
 
-    Raises NVMLError where the library, the device or the counter is not there (no NVIDIA driver, ROCm, a MIG slice).
+    Raises NVMLError where the package, the library, the device or the counter is not there (no NVIDIA driver, ROCm, a
+    MIG slice).
     """
 
     def __init__(self, device: torch.device):
-        self._library = _load_library()
-        self._call("nvmlInit_v2")
-        self._handle = ctypes.c_void_p()
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        if torch.version.cuda is None:
+            raise NVMLError("this torch is not built for NVIDIA GPUs")
         try:
-            self._call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(self._handle))
+            import pynvml
+        except ImportError as error:
+            raise NVMLError(f"pynvml can't be imported ({error}); pip install nvidia-ml-py") from error
+        self._nvml = pynvml
+        self._call(pynvml.nvmlInit)
+        try:
+            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            self._handle = self._call(pynvml.nvmlDeviceGetHandleByUUID, uuid)
             self.utilization()
         except NVMLError:
             self.close()
@@ -54,26 +51,20 @@ class NVMLDevice:
 
     def utilization(self) -> tuple[int, int]:
         """(gpu, memory) in percent: time with a kernel running, time with device memory being read or written."""
-        rates = _Utilization()
-        self._call("nvmlDeviceGetUtilizationRates", self._handle, ctypes.byref(rates))
+        rates = self._call(self._nvml.nvmlDeviceGetUtilizationRates, self._handle)
         return rates.gpu, rates.memory
 
     def uuid(self) -> str:
-        buffer = ctypes.create_string_buffer(_BUFFER_BYTES)
-        self._call("nvmlDeviceGetUUID", self._handle, buffer, ctypes.c_uint(_BUFFER_BYTES))
-        return buffer.value.decode()
+        return self._call(self._nvml.nvmlDeviceGetUUID, self._handle)
 
     def close(self) -> None:
-        self._library.nvmlShutdown()  # its status is of no use to anyone: the handle is gone either way
+        self._call(self._nvml.nvmlShutdown)
 
-    def _call(self, name: str, *args) -> None:
-        if not hasattr(self._library, name):
-            raise NVMLError(f"this driver's NVML has no {name}")
-        code = getattr(self._library, name)(*args)
-        if code != 0:
-            describe = self._library.nvmlErrorString
-            describe.restype = ctypes.c_char_p
-            raise NVMLError(f"{name}: {describe(code).decode()}")
+    def _call(self, function: Callable, *args):
+        try:
+            return function(*args)
+        except self._nvml.NVMLError as error:
+            raise NVMLError(f"{function.__name__}: {error}") from error
 
 
 class UtilizationSampler:
@@ -160,12 +151,3 @@ class UtilizationSampler:
         self.reason = str(error)
         log.info("ltxgraph: NVML utilisation is not available (%s)", error)
 
-
-def _load_library() -> ctypes.CDLL:
-    if torch.version.cuda is None:
-        raise NVMLError("this torch is not built for NVIDIA GPUs")
-    name = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
-    try:
-        return ctypes.CDLL(name)
-    except OSError as error:
-        raise NVMLError(f"{name} can't be loaded: {error}") from error
