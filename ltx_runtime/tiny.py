@@ -48,10 +48,11 @@ def random_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, generat
     """Random values, on the generator's device, at the scale of the tensor's role in a trained model.
 
     Matrices and kernels keep the variance of their input (deviation 1 / sqrt(fan-in)), so activations stay near 1
-    through any number of layers. q and k norm weights near 2 give attention scores a deviation of 4: a query picks few
-    keys, and a prompt of ten tokens shows among a thousand registers. Modulation tables let every branch add about a
-    third of the stream; registers are as large as prompt tokens, latent deviations and gains of norms near 1; biases
-    and embeddings are small, but that of the duration head, which asks for about three seconds.
+    through any number of layers. q and k norm weights near 2, and learned queries of 4, give attention scores a
+    deviation of 4: a query picks few keys, and a prompt of ten tokens shows among a thousand registers. Modulation
+    tables let every branch add about a third of the stream; registers are as large as prompt tokens, latent deviations
+    and gains of norms near 1; biases and embeddings are small, but that of the duration head, which asks for about
+    three seconds.
     """
     mean, deviation = 0.0, 0.1
     if name.endswith(("q_norm.weight", "k_norm.weight")):
@@ -64,6 +65,8 @@ def random_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, generat
         deviation = 0.3
     elif name.endswith("learnable_registers"):
         deviation = 1.0
+    elif name.endswith("query_tokens"):
+        deviation = 4.0
     elif name.endswith("weight"):
         deviation = 1.0 / math.sqrt(math.prod(shape[1:]))
         if name.endswith("decoder.conv_out.conv.weight"):
