@@ -50,9 +50,11 @@ class LTXGraphEmptyLatent(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, width: int = SPACE_FACTOR, height: int = SPACE_FACTOR, length: int = 1) -> bool | str:
+    def validate_inputs(cls, width: int | None = None, height: int | None = None, length: int | None = None) -> bool | str:
+        # A connected input is None until the node runs; execute then asks again.
+        size = [SPACE_FACTOR if side is None else side for side in (width, height)]
         try:
-            check_pixel_size(width, height, length)
+            check_pixel_size(*size, 1 if length is None else length)
         except ShapeError as error:
             return str(error)
         return True
