@@ -22,6 +22,9 @@ NODES = (
 
 
 class LTXGraphExtension(ComfyExtension):
+    async def on_load(self) -> None:
+        import_module(".host", __package__).register_timeline_route()
+
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         usable = []
         for module, name in NODES:

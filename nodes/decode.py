@@ -5,7 +5,7 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from ..ltx_runtime.errors import RequestError
-from . import host
+from . import host, live
 from .latents import read_latent
 from .load import VideoVAE
 from .sample import Report
@@ -53,7 +53,8 @@ class LTXGraphVideoDecode(io.ComfyNode):
                 on_chunk=host.step_progress(),
             )
             images = host.to_intermediate(frames)
-        return io.NodeOutput(images, host.extend(report, timeline, settings={"video_vae": video_vae.name}))
+        report = host.extend(report, timeline, settings={"video_vae": video_vae.name})
+        return io.NodeOutput(images, report, ui=live.shown({"": report}))
 
 
 def video_part(samples, name: str) -> Tensor:

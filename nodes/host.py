@@ -19,6 +19,7 @@ import torch
 from ..ltx_runtime.errors import LTXError, RequestError
 from ..ltx_runtime.residency import ResidentModule
 from ..ltx_runtime.timing import Timeline, new_render_id
+from . import live
 
 logger = logging.getLogger("ltxgraph")
 
@@ -357,10 +358,17 @@ class RenderReport:
         return f"<render {self.timeline.render_id}, {len(self.timeline.events)} events>"
 
 
-def new_timeline(models: Sequence[DeviceModel], label: str = "") -> Timeline:
+def log_path(render_id: str) -> Path:
+    """Where a render's phase log is. render_id becomes a file name: the caller vouches for it."""
+    return _output_folder() / "ltxgraph" / f"{render_id}.jsonl"
+
+
+def new_timeline(
+    models: Sequence[DeviceModel], label: str = "", on_event: Callable[[dict], None] | None = None
+) -> Timeline:
     """A timeline of a new render with these models that writes <output>/ltxgraph/<render id>.jsonl. label ends the id."""
-    path = _output_folder() / "ltxgraph" / f"{new_render_id()}{label}.jsonl"
-    return _with_loads(Timeline(path, device=models[0].model.device), models)
+    path = log_path(new_render_id() + label)
+    return _with_loads(Timeline(path, device=models[0].model.device, on_event=on_event), models)
 
 
 def _with_loads(timeline: Timeline, models: Sequence[DeviceModel]) -> Timeline:
@@ -377,12 +385,48 @@ def stay(report: RenderReport | None, node: str, models: Sequence[DeviceModel]) 
 
     The Chrome trace beside the log is written when the node leaves, also after an error or a cancel.
     """
-    timeline = new_timeline(models) if report is None else _with_loads(report.timeline.child(), models)
+    feed = new_feed()
+    if report is None:
+        timeline = new_timeline(models, on_event=feed.wake)
+    else:
+        timeline = _with_loads(report.timeline.child(on_event=feed.wake), models)
+    feed.timeline = timeline
     try:
         with timeline.segment(node):
             yield timeline
     finally:
         write_trace(timeline)
+        feed.close()
+
+
+def new_feed(name: str = "") -> live.Feed:
+    """What tells the browser about a timeline of the running node; name: the arm, of several. It never fails a render:
+    where nobody listens, or this ComfyUI lacks what it takes, it sends nothing."""
+    try:
+        server = service("server", "PromptServer").instance
+        if server.client_id is None:  # a prompt without a browser
+            return live.Feed(None, {})
+        running = service("comfy_execution.utils", "get_executing_context")()
+        graph = next(
+            (
+                (extra.get("extra_pnginfo") or {}).get("workflow", {}).get("id")
+                for _, prompt_id, _, extra, *_ in server.prompt_queue.get_current_queue_volatile()[0]
+                if prompt_id == running.prompt_id
+            ),
+            None,
+        )
+        return live.Feed(server, {"node": running.node_id, "prompt_id": running.prompt_id, "graph": graph, "name": name})
+    except (HostError, AttributeError, TypeError, ValueError) as error:
+        logger.warning("no live timeline: %s", error)
+        return live.Feed(None, {})
+
+
+def register_timeline_route() -> None:
+    """Serve phase logs to the timeline widget. Without it a timeline is gone after a page reload, nothing else."""
+    try:
+        service("server", "PromptServer").instance.routes.get(live.ROUTE)(live.log_handler(log_path))
+    except (HostError, AttributeError) as error:
+        logger.warning("no timelines after a page reload: %s", error)
 
 
 def write_trace(timeline: Timeline) -> None:

@@ -12,7 +12,7 @@ from ..ltx_runtime.memory import activation_item_bytes, sampling_bytes
 from ..ltx_runtime.noise import NOISE_CONVENTIONS
 from ..ltx_runtime.sampler import SampleRequest, sample
 from ..ltx_runtime.schedules import SAMPLERS, SCHEDULES, check_sigmas, resolve_sampler, resolve_schedule
-from . import host
+from . import host, live
 from .conditioning import read_conditioning
 from .latents import LatentParts, read_latent
 from .load import Model
@@ -130,7 +130,8 @@ class LTXGraphSampler(io.ComfyNode):
             with timeline.phase("transfer.to_host"):
                 parts = [None if part is None else host.to_intermediate(part) for part in (result.video, result.audio)]
         latent = job.latent.replaced(*parts)
-        return io.NodeOutput(latent, host.extend(report, timeline, settings=job.settings, notes=job.notes, graph=result.graph))
+        report = host.extend(report, timeline, settings=job.settings, notes=job.notes, graph=result.graph)
+        return io.NodeOutput(latent, report, ui=live.shown({"": report}))
 
 
 def cuda_graphs_refused() -> str:

@@ -13,7 +13,7 @@ from ..ltx_runtime.parity_run import judge_clips, run_parity
 from ..ltx_runtime.pictures import difference_picture, timeline_picture
 from ..ltx_runtime.report_text import json_report, text_report
 from ..ltx_runtime.timing import Timeline
-from . import host
+from . import host, live
 from .decode import video_part
 from .load import VideoVAE
 from .sample import Report, arithmetic_inputs, cuda_graphs_refused, optional_sampling_inputs, read_job, sampling_inputs
@@ -62,7 +62,12 @@ def _finished(
         verdict.bit_exact,
         host.to_intermediate(difference),
         host.to_intermediate(timeline),
-        ui={"ltxgraph_report": [json_report(verdict, renders)], "text": [text], "images": shown},
+        ui={
+            "ltxgraph_report": [json_report(verdict, renders)],
+            **live.shown(renders, verdict),
+            "text": [text],
+            "images": shown,
+        },
     )
 
 
@@ -150,9 +155,13 @@ class LTXGraphParityRun(io.ComfyNode):
         job = read_job(model, **inputs)
         decoding = video_vae.model.plan(video_part(inputs["latent_image"], "latent_image").shape, free_bytes=0)
         logs: dict[str, Timeline] = {}
+        feeds: list[live.Feed] = []
 
         def timeline_of(arm: str) -> Timeline:
-            logs[arm] = host.new_timeline([model, video_vae], f"-{arm.replace(' ', '-')}")
+            feed = host.new_feed(arm)
+            feeds.append(feed)
+            logs[arm] = host.new_timeline([model, video_vae], f"-{arm.replace(' ', '-')}", on_event=feed.wake)
+            feed.timeline = logs[arm]
             return logs[arm]
 
         def load(timeline: Timeline) -> None:
@@ -175,6 +184,8 @@ class LTXGraphParityRun(io.ComfyNode):
         finally:
             for timeline in logs.values():
                 host.write_trace(timeline)
+            for feed in feeds:
+                feed.close()
         settings = job.settings | {"video_vae": video_vae.name, "replays": replays, "seeds": seeds}
         renders = {
             arm: host.RenderReport(timeline, settings, job.notes, outcome.graphs.get(arm)) for arm, timeline in logs.items()
