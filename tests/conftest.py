@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from golden_kinds.report import GOLDEN_REPORT, GoldenReport
 
 
@@ -19,6 +20,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # Tiny tensors on few cores: torch's threads cost more than they bring.
+    torch.set_num_threads(1)
     config.stash[GOLDEN_REPORT] = GoldenReport()
 
 
