@@ -378,12 +378,12 @@ class UpsamplerConfig:
 
     @classmethod
     def from_header(cls, header: CheckpointHeader) -> UpsamplerConfig:
-        """Read the config of a latent upsampler's file. Raises CheckpointError as TransformerConfig.from_header does."""
+        """Read the config in an upsampler's file. Raises CheckpointError as TransformerConfig.from_header does."""
         return cls.from_shapes(header.config, header.shapes("latent_upsampler"), source=header.path.name)
 
     @classmethod
     def from_shapes(cls, config: Mapping[str, Any], shapes: Shapes, *, source: str = "config") -> UpsamplerConfig:
-        """The same from plain values. config is the upsampler's own, {} where the file has none: the tensors show all."""
+        """The same from plain values. config: the upsampler's own; {} where the file has none, the tensors show all."""
         _refuse_other_values(config, _UPSAMPLER_FIXED, source, "upsampler")
         spatial = len(shapes["upsampler.0.weight"]) == 4
         described = (
@@ -396,8 +396,8 @@ class UpsamplerConfig:
             raise CheckpointError(
                 f"{source}: its config describes an upscaler of another kind (spatial_upsample={described[0]}, "
                 f"temporal_upsample={described[1]}, spatial_scale={scale}, "
-                f"rational_resampler={bool(config.get('rational_resampler'))}); this runtime has spatial x2 and temporal "
-                "x2. Use an LTX-2.5 upscaler as published."
+                f"rational_resampler={bool(config.get('rational_resampler'))}); this runtime has spatial x2 and "
+                "temporal x2. Use an LTX-2.5 upscaler as published."
             )
         sizes = {
             "in_channels": _size(shapes, "initial_conv.weight", 1, source),

@@ -30,7 +30,7 @@ _HEADS = 4
 
 
 class CrossAttention(nn.Module):
-    """Attention of queries to tokens, with q, k and v projections stacked in one tensor as torch's own module has it."""
+    """Attention of queries to tokens; the q, k and v projections are stacked in one tensor, as in torch's module."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class DurationHead(ResidentModule):
         for stream, context, width in wanted:
             if context is not None and (context.ndim != 3 or context.shape[2] != width):
                 raise ShapeError(
-                    f"{self.header.path.name} takes a {stream} context of shape (batch, tokens, {width}), this one has "
+                    f"{self.header.path.name} takes {stream} contexts of shape (batch, tokens, {width}), this one has "
                     f"shape {tuple(context.shape)}. Use the duration head that belongs to this transformer."
                 )
         self.ensure_resident()

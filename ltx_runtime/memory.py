@@ -36,7 +36,7 @@ def activation_item_bytes(header: CheckpointHeader) -> int:
 
 
 def device_free_bytes(device: torch.device) -> int | None:
-    """Memory that can still be had on this device, the allocator's own reserve included; None where nothing tells it."""
+    """Memory still to be had on this device, the allocator's own reserve included; None where nothing tells it."""
     if device.type != "cuda":
         return available_host_bytes()
     free, _ = torch.cuda.mem_get_info(device)

@@ -138,7 +138,7 @@ class LatentUpsampler(ResidentModule):
         return _ALIVE * self.config.mid_channels * frames * shape.height * shape.width * item_bytes
 
     def compute(self, latent: Tensor, statistics: PerChannelStatistics) -> Tensor:
-        """The device work of upscale, of fixed shape and without host sync: capturable. latent on the weights' device."""
+        """The device work of upscale, without host sync: capturable. latent: on the weights' device."""
         x = statistics.denormalize(latent).to(self.module.final_conv.weight.dtype)
         return statistics.normalize(self.module(x))
 
@@ -182,7 +182,7 @@ class LatentUpsampler(ResidentModule):
         if not made:
             raise NonFiniteError(
                 PHASE,
-                f"the upscaled latent is NaN or Inf though the latent is finite: {self.header.path.name} is damaged, or "
-                "the latent is far out of range.",
+                f"the upscaled latent is NaN or Inf though the latent is finite: {self.header.path.name} is damaged, "
+                "or the latent is far out of range.",
             )
         return result

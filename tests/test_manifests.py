@@ -8,12 +8,15 @@ import os
 import struct
 from pathlib import Path
 
+import pytest
 import torch
 
 from ltx_runtime.checkpoint import planned_bytes, read_header
 from ltx_runtime.config import ConvVAEConfig, TransformerConfig
+from ltx_runtime.duration import DurationHead, DurationNetwork
 from ltx_runtime.residency import ResidentModule, build_on_meta
 from ltx_runtime.transformer import LTXTransformer
+from ltx_runtime.upsampler import LatentUpsampler, UpsamplerNetwork
 from ltx_runtime.video_vae import ConvVideoEncoder, ConvVideoVAE, VideoEncoder, VideoVAE
 
 TESTS = Path(__file__).parent
@@ -70,3 +73,24 @@ def test_the_published_vae_is_accepted_without_reading_it(tmp_path):
     assert decoder.weights_bytes + encoder.weights_bytes == 2 * 726_106_225 + 2 * 2 * 128  # both hold the statistics
     halves = (build_on_meta(lambda: ConvVideoVAE(config)), build_on_meta(lambda: ConvVideoEncoder(config.encoder)))
     assert structure(halves[0]) | structure(halves[1]) == manifest("video_vae_conv")
+
+
+@pytest.mark.parametrize("name, spatial, weights_bytes", [
+    ("latent_upsampler_spatial_x2", True, 2 * 497_867_904),
+    ("latent_upsampler_temporal_x2", False, 2 * 130_968_192),
+])
+def test_the_published_upsamplers_are_accepted_without_reading_them(tmp_path, name, spatial, weights_bytes):
+    header = read_header(published_file(tmp_path / "u.safetensors", name))
+    assert header.component == "latent_upsampler"
+    upsampler = LatentUpsampler(header, device="cpu")
+    assert upsampler.config.spatial is spatial
+    assert upsampler.weights_bytes == weights_bytes
+    assert structure(build_on_meta(lambda: UpsamplerNetwork(upsampler.config))) == manifest(name)
+
+
+def test_the_published_duration_head_is_accepted_without_reading_it(tmp_path):
+    header = read_header(published_file(tmp_path / "d.safetensors", "duration_head"))
+    assert header.component == "duration_head"
+    head = DurationHead(header, device="cpu")
+    assert head.weights_bytes == 4 * 1_903_361  # float32 of a bf16 file
+    assert structure(build_on_meta(lambda: DurationNetwork(head.config)), "duration_head.") == manifest("duration_head")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -23,7 +24,6 @@ from .frame_upload import FrameUpload
 from .in_flight import PhasesInFlight
 from .plan import EncodePlan, plan_encode, smaller_encode_plan
 from .statistics import PREFIX as STATISTICS
-from .statistics import PerChannelStatistics, load_statistics
 
 PHASE = "encode.video.chunk"
 
@@ -60,10 +60,6 @@ class VideoEncoder(ResidentModule):
         super().__init__(header, lambda: ConvVideoEncoder(self.config), prefix_map, device=device, dtype=dtype)
         weight = header.tensors[f"{self._prefix}encoder.conv_in.conv.weight"]
         self._item_bytes = dtype.itemsize if dtype else weight.num_bytes // weight.num_elements
-
-    def statistics(self) -> PerChannelStatistics:
-        """Mean and deviation of the latents on the device, read by themselves: the encoder need not be resident."""
-        return load_statistics(self.header, self._prefix, self.config.latent_channels, self.device)
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> VideoLatentShape:
         """Of the latent of a clip of num_frames pictures, of which those beyond 8k+1 are left out.
@@ -126,8 +122,8 @@ class VideoEncoder(ResidentModule):
         the frames beyond the last 8k+1. size: (width, height) to crop around the centre and resample to; None takes the
         frames as they are.
         Returns (1, C, (N-1)//8 + 1, H/32, W/32) float32, normalised, on the device.
-        plan: run exactly this plan; without one it is planned now (the sizes: see plan_encode), and planned smaller when
-        the device runs out of memory all the same. A chunk is brought to the device while it computes the one before.
+        plan: run exactly this plan; without one it is planned now (the sizes: see plan_encode), and planned smaller
+        when the device runs out of memory all the same. A chunk is brought over while the one before is computed.
         check_cancelled: called before every chunk; whatever it raises ends the encode and leaves the encoder usable.
         on_chunk(done, total): frames that are encoded, once for each tile.
         Raises ShapeError and RequestError before any work, CheckpointError, and NonFiniteError naming the frames.
@@ -146,9 +142,8 @@ class VideoEncoder(ResidentModule):
                 timeline.note(PHASE, plan.reason, chunk_latent_frames=plan.chunk_frames, peak_bytes=plan.peak_bytes)
                 try:
                     upload = FrameUpload(frames, width, height, self.device, self.module.dtype)
-                    return _Attempt(
-                        self.module, upload, shape, plan, timeline, check_cancelled, on_chunk
-                    ).latent()
+                    attempt = _Attempt(self.module, upload, shape, plan, timeline, check_cancelled, on_chunk)
+                    return attempt.latent()
                 except torch.OutOfMemoryError:
                     smaller = smaller_encode_plan(self.config, shape.as_tuple(), plan, item_bytes=self._item_bytes)
                     if not may_shrink or smaller is None:
@@ -280,11 +275,11 @@ def split_axis(cells: int, size: int, overlap: int) -> list[Tile]:
 
 
 def _chunk_bounds(num_frames: int, chunk_frames: int) -> list[tuple[int, int]]:
-    """(start, stop) in pixel frames. The first chunk ends where its last latent frame does, so that no layer has to hold
-    an odd frame back and all chunks between first and last are alike."""
+    """(start, stop) in pixel frames. The first chunk ends where its last latent frame does, so that no layer has to
+    hold an odd frame back and all chunks between first and last are alike."""
     step = chunk_frames * TIME_FACTOR
     edges = [0, *range(step - TIME_FACTOR + 1, num_frames, step), num_frames]
-    return list(zip(edges, edges[1:]))
+    return list(pairwise(edges))
 
 
 def _check_frames(frames: Tensor) -> None:
@@ -292,9 +287,9 @@ def _check_frames(frames: Tensor) -> None:
     if frames.ndim != 4 or 0 in shape:
         raise ShapeError(f"images of shape {shape}, expected (frames, height, width, 3). Connect an IMAGE of one clip.")
     if shape[3] not in (3, 4):
-        raise ShapeError(f"images of {shape[3]} channels, expected 3 (RGB), or 4 of which the last, alpha, is left out.")
+        raise ShapeError(f"images of {shape[3]} channels, expected 3 (RGB), or 4 with alpha, which is left out.")
     if not frames.is_floating_point():
-        raise RequestError(f"images of dtype {frames.dtype}, expected floating point in [0, 1]. Divide 8-bit values by 255.")
+        raise RequestError(f"images of dtype {frames.dtype}, expected floating point in [0, 1]: divide bytes by 255.")
 
 
 def _check_finite(ranges: list[tuple[str, Tensor]]) -> None:

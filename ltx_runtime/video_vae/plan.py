@@ -1,4 +1,4 @@
-"""How to cut a decode or an encode so that it fits: the whole clip, an exact stream of chunks, or tiles as a last resort.
+"""How to cut a decode or an encode so that it fits: the whole clip, an exact stream of chunks, in the end tiles.
 
 Source: video_vae.md section 5 (sizes, limits).
 """
