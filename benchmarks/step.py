@@ -92,7 +92,7 @@ def profile(model, size: str) -> dict:
         inputs = prepared.inputs(0, prepared.start)
 
         def step():
-            return denoise_step(model.module, prepared.constants, inputs)
+            return denoise_step(model.module, prepared.constants[0], inputs)
 
         walls = []
         for _ in range(3):
@@ -101,7 +101,7 @@ def profile(model, size: str) -> dict:
             step()
             torch.cuda.synchronize()
             walls.append((time.perf_counter() - started) * 1e3)
-        parts = list(model.module.transformer_blocks)[BLOCKS_PER_PART::BLOCKS_PER_PART]
+        parts = list(model.module.transformer_blocks)[::BLOCKS_PER_PART]
         delayed = gpu_time_behind_delay(step, parts, wall_ms=statistics.median(walls), device=model.device)
         activity = measure_gpu_busy(step, device=model.device)
     return {

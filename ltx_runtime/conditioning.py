@@ -36,10 +36,31 @@ class TokenState:
     keyframe_marker: Tensor | None  # (B, N, 1) float32, 1 on single-frame tokens to be generated; video only
     attention_strength: Tensor | None  # (B, N, N) float32 in [0, 1], None = all 1; video only
     shape: VideoLatentShape | AudioLatentShape  # of the target
+    # The last G tokens are guides as ComfyUI emits them: (G,) float32, what the target attends to them by, and they to it.
+    guide_strength: Tensor | None = None
+    # Appended tokens as ComfyUI lays them out: latent frames behind the target's, on its grid. None: they don't fit on it.
+    appended_frames: int | None = 0
+    # (N,) int64, each token's cell on that longer grid. None: all cells, in order.
+    cells: Tensor | None = None
 
     @property
     def tokens(self) -> int:
         return self.initial.shape[1]
+
+    @property
+    def latent_shape(self) -> VideoLatentShape | AudioLatentShape:
+        """Shape of the latent with the appended frames behind the target's. Raises RequestError when they don't fit."""
+        if self.appended_frames is None:
+            raise RequestError(
+                "the video has appended tokens that don't lie on the target's grid (a reference video on a grid of its own, "
+                "at no whole ratio), so they have no noise in ComfyUI's layout. Use noise_convention 'reference'."
+            )
+        return dataclasses.replace(self.shape, frames=self.shape.frames + self.appended_frames)
+
+    @property
+    def frozen(self) -> bool:
+        """True when nothing is generated: the stream is given, at noise level 0 (given sound of audio-to-video)."""
+        return bool((self.denoise_mask == 0).all())
 
     def to(self, device: torch.device | str) -> TokenState:
         """The same state on another device."""
@@ -89,11 +110,17 @@ def audio_state(
     )
 
 
+def freeze(state: TokenState) -> TokenState:
+    """The whole stream is given: it conditions the other one and stays as it is (audio-to-video)."""
+    return dataclasses.replace(state, denoise_mask=torch.zeros_like(state.denoise_mask))
+
+
 def replace_frame(state: TokenState, index: int, latent: Tensor, strength: float = 1.0) -> TokenState:
     """Give latent frame `index` of the target: no new tokens (first-frame image: index 0).
 
     latent: (B, C, 1, H, W). strength 1 keeps it, 0 generates freely. Raises ShapeError when the frame does not fit.
     """
+    _check_given(state, latent)
     shape = state.shape
     given = _grid_tokens(state, latent)
     per_frame = shape.height * shape.width
@@ -121,13 +148,14 @@ def append_keyframe(
 
     latent: (B, C, 1, H, W), one encoded image.
     """
-    if latent.ndim != 5 or latent.shape[2] != 1:
+    _check_given(state, latent)
+    if latent.shape[2] != 1:
         raise ShapeError(
             f"a keyframe latent has shape {tuple(latent.shape)}, expected (B, C, 1, H, W). "
             "Use append_clip for more frames."
         )
     positions = frame_positions(latent.shape[3], latent.shape[4], frame, frame_rate, state.positions.device)
-    return _append(state, _grid_tokens(state, latent), positions, 1 - strength, attention_strength=attention_strength)
+    return _append(state, latent, positions, 1 - strength, attention_strength=attention_strength)
 
 
 def append_clip(
@@ -142,9 +170,9 @@ def append_clip(
 
     latent: (B, C, F, H, W). Its first cell is causal only when it begins the video.
     """
-    clean = _grid_tokens(state, latent)
+    _check_given(state, latent)
     positions = video_positions(*latent.shape[2:], frame_rate, start_frame=frame, device=state.positions.device)
-    return _append(state, clean, positions, 1 - strength, attention_strength=attention_strength)
+    return _append(state, latent, positions, 1 - strength, attention_strength=attention_strength)
 
 
 def append_slots(state: TokenState, frames: Sequence[int], frame_rate: float) -> TokenState:
@@ -155,9 +183,9 @@ def append_slots(state: TokenState, frames: Sequence[int], frame_rate: float) ->
     if any(later <= earlier for earlier, later in pairwise(frames)):
         raise RequestError(f"keyframe slots {list(frames)} must be rising pixel frames.")
     shape = state.shape
+    empty = state.initial.new_zeros(1, shape.channels, 1, shape.height, shape.width)
     for frame in frames:
         positions = frame_positions(shape.height, shape.width, frame, frame_rate, state.positions.device)
-        empty = state.initial.new_zeros(shape.batch, shape.height * shape.width, shape.channels)
         state = _append(state, empty, positions, 1.0, marker=1.0)
     return state
 
@@ -181,21 +209,27 @@ def append_reference(
     latent: (B, C, F, H, W) on its own grid, spatial_ratio times smaller and temporal_ratio times sparser than the
     target's.
     """
+    _check_given(state, latent)
     positions = video_positions(*latent.shape[2:], frame_rate, device=state.positions.device)
     time, space = positions[:, :1] * temporal_ratio, positions[:, 1:] * spatial_ratio
     if temporal_ratio != 1:
         time = (time - (temporal_ratio - 1) / frame_rate).clamp_(min=0)
     positions = torch.cat((time, space), dim=1)
-    return _append(state, _grid_tokens(state, latent), positions, 1 - strength, attention_strength=attention_strength)
+    return _append(state, latent, positions, 1 - strength, attention_strength=attention_strength)
 
 
 def temporal_region(state: TokenState, start: float, end: float) -> TokenState:
-    """Generate only tokens whose time interval overlaps (start, end) seconds; keep the rest at clean.
+    """Generate only tokens whose time interval overlaps (start, end) seconds; keep the rest at clean (retake).
 
-    Applies to every token present, appended ones included: set the region before appending.
+    Applies to every token present, appended ones included: set the region before appending. Raises RequestError for a
+    region that holds no token.
     """
     time = state.positions[:, 0]
     inside = (time[..., 1] > start) & (time[..., 0] < end)
+    if not bool(inside.any()):
+        raise RequestError(
+            f"the region from {start} to {end} s holds nothing of this clip, which lasts {float(time.max()):.2f} s."
+        )
     return dataclasses.replace(state, denoise_mask=inside.to(torch.float32).unsqueeze(-1))
 
 
@@ -207,28 +241,33 @@ def _target_tokens(shape, latent: Tensor | None, patchify, device) -> Tensor:
     return patchify(latent.to(device=device, dtype=torch.float32))
 
 
-def _grid_tokens(state: TokenState, latent: Tensor) -> Tensor:
-    """A given latent as float32 tokens on the state's device, one batch entry repeated for all samples."""
+def _check_given(state: TokenState, latent: Tensor) -> None:
     batch, channels = state.shape.batch, state.shape.channels
     if latent.ndim != 5 or latent.shape[0] not in (1, batch) or latent.shape[1] != channels:
         raise ShapeError(
             f"conditioning latent has shape {tuple(latent.shape)}, expected ({batch} or 1, {channels}, F, H, W)."
         )
+
+
+def _grid_tokens(state: TokenState, latent: Tensor) -> Tensor:
+    """A given latent as float32 tokens on the state's device, one batch entry repeated for all samples."""
     tokens = patchify_video(latent.to(device=state.clean.device, dtype=torch.float32))
-    return tokens.expand(batch, -1, -1)
+    return tokens.expand(state.shape.batch, -1, -1)
 
 
 def _append(
     state: TokenState,
-    clean: Tensor,
+    latent: Tensor,
     positions: Tensor,
     denoise: float,
     *,
     marker: float = 0.0,
     attention_strength: float | None = None,
 ) -> TokenState:
+    clean = _grid_tokens(state, latent)
     batch, new, _ = clean.shape
     fill = state.denoise_mask.new_full
+    appended_frames, cells = _extend_grid(state, *latent.shape[2:])
     return dataclasses.replace(
         state,
         initial=torch.cat((state.initial, torch.zeros_like(clean)), dim=1),
@@ -237,7 +276,25 @@ def _append(
         positions=torch.cat((state.positions, positions.expand(batch, -1, -1, -1)), dim=2),
         keyframe_marker=torch.cat((state.keyframe_marker, fill((batch, new, 1), marker)), dim=1),
         attention_strength=_extend_strength(state, new, attention_strength),
+        appended_frames=appended_frames,
+        cells=cells,
     )
+
+
+def _extend_grid(state: TokenState, frames: int, height: int, width: int) -> tuple[int | None, Tensor | None]:
+    """appended_frames and cells after appending a latent. A smaller grid takes every n-th cell, as ComfyUI dilates it."""
+    shape = state.shape
+    if state.appended_frames is None or shape.height % height or shape.width % width:
+        return None, None
+    appended = state.appended_frames + frames
+    if (height, width) == (shape.height, shape.width) and state.cells is None:
+        return appended, None
+    device = state.clean.device
+    before = torch.arange(state.tokens, device=device) if state.cells is None else state.cells
+    first = state.latent_shape.tokens
+    new = torch.arange(first, first + frames * shape.height * shape.width, device=device)
+    new = new.unflatten(0, (frames, shape.height, shape.width))
+    return appended, torch.cat((before, new[:, :: shape.height // height, :: shape.width // width].flatten()))
 
 
 def _extend_strength(state: TokenState, new: int, strength: float | None) -> Tensor | None:

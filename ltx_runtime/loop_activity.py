@@ -59,7 +59,7 @@ def measure_loop_activity(model, request: SampleRequest, *, cuda_graph: str) -> 
         if whole.reason is not None:
             return LoopActivity(None, f"resident: not measured, {whole.reason}")
         inputs = prepared.inputs(0, prepared.start)
-        step = measure_gpu_busy(lambda: denoise_step(model.module, prepared.constants, inputs), device=model.device)
+        step = measure_gpu_busy(lambda: denoise_step(model.module, prepared.constants[0], inputs), device=model.device)
     return _judged(step, whole, total)
 
 

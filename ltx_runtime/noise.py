@@ -1,6 +1,6 @@
 """Where the random numbers of a render come from: two conventions, both drawn before the loop, outside any capture.
 
-Source: transformer.md section 12.4 (reference), comfyui.md section 2.4 (ComfyUI).
+Source: transformer.md sections 12.4 and 12.5 (reference), comfyui.md section 2.4 (ComfyUI).
 """
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from .patchify import patchify_audio, patchify_video
 
 # The reference's ancestral loop seeds a second generator with this offset.
 ANCESTRAL_SEED_OFFSET = 10000
+# The reference's res_2s draws from generators with these seeds, whatever the render's own.
+SDE_STEP_SEED, SDE_MIDDLE_SEED = -1, 9999
 
 Pair = tuple[torch.Tensor | None, torch.Tensor | None]
 NOISE_CONVENTIONS = ("comfyui", "reference")
@@ -42,10 +44,29 @@ class ReferenceNoise:
         return torch.randn(state.initial.shape, generator=generator, device=generator.device, dtype=self.latent_dtype)
 
 
+class SdeNoise:
+    """Noise of res_2s: float64, token layout, standardised over the whole tensor and then per sample. Video before audio."""
+
+    def __init__(self, seed: int, device: torch.device):
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def step(self, video: TokenState | None, audio: TokenState | None) -> Pair:
+        return self._draw(video), self._draw(audio)
+
+    def _draw(self, state: TokenState | None) -> torch.Tensor | None:
+        if state is None:
+            return None
+        device = self._generator.device
+        drawn = torch.randn(state.initial.shape, generator=self._generator, device=device, dtype=torch.float64)
+        drawn = (drawn - drawn.mean()) / drawn.std()
+        axes = (-2, -1)
+        return (drawn - drawn.mean(axes, keepdim=True)) / drawn.std(axes, keepdim=True)
+
+
 class ComfyNoise:
     """Bit-equal to ComfyUI's: start noise float32 on the CPU, latent layout, video then audio from one generator seeded
     `seed`; ancestral noise one draw a step over the packed (video, audio) latent, on the latent's device, seeded `seed`
-    (`seed + 1` on the CPU).
+    (`seed + 1` on the CPU). Appended tokens are latent frames behind the target's, and get the noise of their cells.
 
     start: noise that a NOISE socket made, (video (B,C,F,H,W) or None, audio (B,C,T,mel) or None), instead of the draw.
     """
@@ -62,14 +83,14 @@ class ComfyNoise:
         states = (video, audio)
         if self._start is None:
             generator = torch.Generator("cpu").manual_seed(self._seed)
-            drawn = [None if s is None else torch.randn(s.shape.as_tuple(), generator=generator) for s in states]
+            drawn = [None if s is None else torch.randn(s.latent_shape.as_tuple(), generator=generator) for s in states]
         else:
             drawn = list(self._start)
         return self._tokens(drawn, states)
 
     def step(self, video: TokenState | None, audio: TokenState | None) -> Pair:
         states = (video, audio)
-        shapes = [None if s is None else s.shape.as_tuple() for s in states]
+        shapes = [None if s is None else s.latent_shape.as_tuple() for s in states]
         batch = next(shape[0] for shape in shapes if shape is not None)
         sizes = [0 if shape is None else torch.Size(shape).numel() // batch for shape in shapes]
         packed = torch.randn((batch, 1, sum(sizes)), generator=self._ancestral, device=self._device)
@@ -83,11 +104,13 @@ class ComfyNoise:
             if state is None:
                 tokens.append(None)
                 continue
-            if latent is None or tuple(latent.shape) != state.shape.as_tuple():
+            expected = state.latent_shape.as_tuple()
+            if latent is None or tuple(latent.shape) != expected:
                 shape = None if latent is None else tuple(latent.shape)
                 raise RequestError(
-                    f"the noise for {name} has shape {shape}, the {name} latent is {state.shape.as_tuple()}. "
+                    f"the noise for {name} has shape {shape}, the {name} latent is {expected}. "
                     f"Connect a noise made for this latent, or none."
                 )
-            tokens.append(to_tokens(latent.to(self._device, torch.float32)).contiguous())
+            drawn = to_tokens(latent.to(self._device, torch.float32))
+            tokens.append(drawn.contiguous() if state.cells is None else drawn[:, state.cells])
         return tokens[0], tokens[1]

@@ -1,6 +1,7 @@
 """From a request to final latents: validate, prepare what is constant, denoise.
 
-Reading order: `SampleRequest`, `sample`, `denoise`. One step is in steps.py, eager or replayed execution in step_runner.py.
+Reading order: `sample`, `denoise`, `prepare`. What is asked for is in request.py, one step in steps.py, guidance in
+guidance.py, eager or replayed execution in step_runner.py.
 """
 from __future__ import annotations
 
@@ -11,74 +12,62 @@ import torch
 from torch import Tensor
 
 from .conditioning import TokenState
-from .errors import RequestError, ShapeError
-from .noise import NOISE_CONVENTIONS, ComfyNoise, Pair, ReferenceNoise
+from .errors import RequestError
+from .guidance import Guidance, GuidanceSpec, GuidanceTerms, forward_passes, passes_needed, resolve_guidance
+from .memory import device_free_bytes, in_words, sampling_bytes
+from .noise import SDE_MIDDLE_SEED, SDE_STEP_SEED, ComfyNoise, Pair, ReferenceNoise, SdeNoise
 from .patchify import unpatchify_audio, unpatchify_video
+from .request import SampleRequest, TextFeatures, check_request
 from .runtime import TransformerModel
-from .schedules import check_sigmas
+from .schedules import SamplerStep, check_sigmas, sampler_steps
+from .shapes import VideoLatentShape
 from .step_runner import CUDA_GRAPH_MODES, ON_CAPTURE_FAILURE, StepRunner
-from .steps import Blend, StepConstants, StepInputs, StreamInputs, step_coefficients
+from .steps import Blend, StepConstants, StepInputs, StreamInputs, StreamRule, res_2s_middle_sigma, step_coefficients
 from .timing import Timeline
-from .transformer.inputs import StepModulation
-from .transformer.model import COMPATIBILITIES
+from .transformer.inputs import ForwardConstants, StepModulation
 
+__all__ = ["SampleRequest", "SampleResult", "TextFeatures", "denoise", "prepare", "sample"]
 
-@dataclass(frozen=True)
-class TextFeatures:
-    """features: (B, n, video width + audio width) float. processed False: raw projections of the valid tokens, the connectors
-    still have to run; True: connector output, used as it is. Source: transformer.md section 7."""
-
-    features: Tensor
-    processed: bool
-
-
-@dataclass(frozen=True)
-class SampleRequest:
-    """One denoising run. At least one of video and audio; every tensor may be on any device.
-
-    sigmas: (n+1,) float32, decreasing, n steps. sampler: "euler" or "euler_ancestral" (eta and s_noise belong to the second).
-    noise_convention: "comfyui" (noise and float32 latents bit-equal to a ComfyUI sampler) or "reference" (latents in the
-    model's dtype, generators on the device). noise: start noise in latent layout instead of the drawn one, comfyui only.
-    compatibility: "reference", or "comfyui" for its deviations from the reference (transformer.md section 18.1-3).
-    """
-
-    video: TokenState | None
-    audio: TokenState | None
-    text: TextFeatures
-    sigmas: Tensor
-    seed: int
-    sampler: str = "euler"
-    eta: float = 1.0
-    s_noise: float = 1.0
-    noise_convention: str = "comfyui"
-    noise: Pair | None = None
-    compatibility: str = "reference"
+_NOTHING: Pair = (None, None)
 
 
 @dataclass
 class SampleResult:
     """video: (B, 128, F, H, W), audio: (B, 8, T, 16), float32 on the model's device, None for an absent stream.
-    graph: what the graph policy decided and did, with its numbers."""
+    appended: (B, 128, frames, H, W), the appended latent frames (keyframe slots are read back from here), None without.
+    graph: what the graph policy decided and did, with its numbers. notes: what else a report should say."""
 
     video: Tensor | None
     audio: Tensor | None
     graph: dict = field(default_factory=dict)
+    appended: Tensor | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that the loop reads, on the device. start: noisy tokens of both streams; the lists have one entry a step."""
+    """All that the loop reads, on the device. start: noisy tokens of both streams. The lists have one entry a step; steps of
+    one kind share their constants."""
 
-    constants: StepConstants
     start: Pair
-    noise: list[Pair]
-    modulation: list[StepModulation]
+    constants: list[StepConstants]
     coefficients: list[Tensor]
+    modulation: list[StepModulation | None]
+    mid_modulation: list[StepModulation | None]
+    noise: list[Pair]
+    mid_noise: list[Pair]
+    notes: tuple[str, ...]
 
-    def inputs(self, index: int, x: Pair) -> StepInputs:
-        """Inputs of step `index` for the tokens (video, audio) that the step before left."""
-        video, audio = (None if tokens is None else StreamInputs(tokens, n) for tokens, n in zip(x, self.noise[index]))
-        return StepInputs(video, audio, self.modulation[index], self.coefficients[index])
+    def inputs(self, index: int, x: Pair, guided: Pair = _NOTHING) -> StepInputs:
+        """Inputs of step `index`. x, guided: tokens and guided x0 (video, audio) that the step before left."""
+        constants = self.constants[index]
+        video, audio = (
+            None if rule is None else StreamInputs(tokens, noise, mid_noise, last if rule.reuses else None)
+            for rule, tokens, noise, mid_noise, last in zip(
+                (constants.video, constants.audio), x, self.noise[index], self.mid_noise[index], guided
+            )
+        )
+        return StepInputs(video, audio, self.modulation[index], self.coefficients[index], self.mid_modulation[index])
 
 
 def sample(
@@ -102,14 +91,19 @@ def sample(
     with its x0 as (B, C, F, H, W) on the device (video, else audio); copying it to the host waits for that step.
     Raises RequestError or ShapeError before any work, CaptureError, NonFiniteError naming the phase.
     """
-    _check_choices(request, cuda_graph, on_capture_failure)
+    for name, value, allowed in (
+        ("cuda_graph", cuda_graph, CUDA_GRAPH_MODES),
+        ("on_capture_failure", on_capture_failure, ON_CAPTURE_FAILURE),
+    ):
+        if value not in allowed:
+            raise RequestError(f"{name}={value!r} is not one of {', '.join(allowed)}.")
     timeline = timeline or Timeline(None, device=model.device)
     sigmas = check_sigmas(request.sigmas)
-    _check_streams(model, request)
+    check_request(request, model.config)
     model.ensure_resident(timeline)
     with torch.inference_mode():
         prepared = prepare(model, request, timeline, noise_source)
-        total = len(sigmas) - 1
+        total = len(prepared.constants)
         with StepRunner(
             model,
             prepared.constants,
@@ -127,17 +121,21 @@ def sample(
             None if video is None else _to_latent(request.video, video) / scale,
             None if audio is None else _to_latent(request.audio, audio) / scale,
             runner.account,
+            None if video is None else _appended_frames(request.video, video, scale),
+            prepared.notes,
         )
 
 
 def denoise(prepared: Prepared, request: SampleRequest, runner: StepRunner, check_cancelled, on_preview) -> Pair:
     """The denoising loop: final tokens of both streams."""
-    total = len(prepared.coefficients)
-    x = prepared.start
+    total = len(prepared.constants)
+    x, guided = prepared.start, _NOTHING
     for index in range(total):
         check_cancelled()
-        outputs = runner.run(index, prepared.inputs(index, x))
-        x = tuple(None if stream is None else stream.x for stream in (outputs.video, outputs.audio))
+        outputs = runner.run(index, prepared.inputs(index, x, guided))
+        streams = (outputs.video, outputs.audio)
+        x = tuple(None if stream is None else stream.x for stream in streams)
+        guided = tuple(None if stream is None else stream.guided for stream in streams)
         if on_preview is not None:
             state, shown = (request.video, outputs.video) if outputs.video else (request.audio, outputs.audio)
             on_preview(index, total, _to_latent(state, shown.denoised))
@@ -151,15 +149,17 @@ def prepare(
     The weights must be resident."""
     sigmas = check_sigmas(request.sigmas)
     device, transformer = model.device, model.module
-    video, audio = (None if s is None else s.to(device) for s in (request.video, request.audio))
+    video, audio = (None if state is None else state.to(device) for state in (request.video, request.audio))
+    streams = [name for name, state in (("video", video), ("audio", audio)) if state is not None]
+    guidance, notes = resolve_guidance(
+        request.guidance or Guidance(),
+        streams=streams,
+        layers=model.config.num_layers,
+        file_name=model.header.path.name,
+    )
+    specs = {name: getattr(guidance, name) for name in streams}
     with timeline.phase("prepare.connectors"):
-        features = request.text.features.to(device, non_blocking=True)
-        if request.text.processed:
-            contexts = features.split([model.config.context_width, model.config.audio_context_width], dim=-1)
-        else:
-            contexts = transformer.connect_text(features, compatibility=request.compatibility)
-        if not all(bool(c.isfinite().all()) for c in contexts):
-            raise RequestError("the text conditioning is NaN or Inf after the connectors; encode the prompt again.")
+        contexts, negative = _contexts(model, request, uses_negative="uncond" in passes_needed(list(specs.values())))
     with timeline.phase("prepare.constants", steps=len(sigmas) - 1):
         forward = transformer.prepare(
             video=video,
@@ -168,112 +168,190 @@ def prepare(
             audio_context=contexts[1],
             compatibility=request.compatibility,
         )
-        modulation = [transformer.modulation(forward, sigma) for sigma in sigmas[:-1].to(device)]
-        pairs = list(zip(sigmas[:-1], sigmas[1:]))
+        batched = True
+        if passes := passes_needed(list(specs.values()))[1:]:
+            batched, words = _choose_batching(model, request, guidance, 1 + len(passes), contexts, negative)
+            notes.append(words)
+        plan = sampler_steps(request.sampler, sigmas)
+        kinds = _Kinds(forward, request, (video, audio), specs, negative, batched, model.config.num_layers)
+        constants = [kinds.constants(index, step) for index, step in enumerate(plan)]
         coefficients = [
-            step_coefficients(request.sampler, s, n, eta=request.eta, s_noise=request.s_noise).to(device) for s, n in pairs
+            step_coefficients(step.sampler, step.sigma, step.sigma_next, eta=request.eta, s_noise=request.s_noise).to(device)
+            for step in plan
+        ]
+        modulation = [_modulation(model, request, c, step.sigma) for c, step in zip(constants, plan)]
+        mid_modulation = [
+            _modulation(model, request, c, torch.tensor(res_2s_middle_sigma(float(step.sigma), float(step.sigma_next))))
+            if step.sampler == "res_2s"
+            else None
+            for c, step in zip(constants, plan)
         ]
         noise_source = noise_source or _noise_source(model, request)
         start = tuple(
             None if state is None else _start_tokens(state, noise, sigmas[0].to(device), request.noise_convention)
             for state, noise in zip((video, audio), noise_source.initial(video, audio))
         )
-        noise = _step_noise(request, sigmas, noise_source, video, audio)
-        constants = StepConstants(forward, _blend(video), _blend(audio), request.sampler)
-    return Prepared(constants, start, noise, modulation, coefficients)
+        noise, mid_noise = _step_noise(plan, noise_source, video, audio, device)
+    if sigmas[-1] > 0:
+        notes.append(f"the sigmas end at {float(sigmas[-1]):g}, not at 0: the result still holds noise")
+    for note in notes:
+        timeline.note("prepare.constants", note)
+    return Prepared(start, constants, coefficients, modulation, mid_modulation, noise, mid_noise, tuple(notes))
 
 
-def _noise_source(model, request: SampleRequest):
+def _contexts(model: TransformerModel, request: SampleRequest, *, uses_negative: bool) -> tuple[Pair, Pair]:
+    """Contexts (video, audio) of the prompt, and of the negative prompt for every sample in the activation dtype."""
+
+    def of(text: TextFeatures, name: str) -> Pair:
+        features = text.features.to(model.device, non_blocking=True)
+        if text.processed:
+            contexts = features.split([model.config.context_width, model.config.audio_context_width], dim=-1)
+        else:
+            contexts = model.module.connect_text(features, compatibility=request.compatibility)
+        if not all(bool(c.isfinite().all()) for c in contexts):
+            raise RequestError(f"{name} is NaN or Inf after the connectors; encode the prompt again.")
+        return contexts
+
+    prompt = of(request.text, "the text conditioning")
+    if not uses_negative:
+        return prompt, _NOTHING
+    negative = of(request.negative, "the negative conditioning")
+    return prompt, tuple(c.to(model.module.dtype).expand(request.batch, -1, -1).contiguous() for c in negative)
+
+
+def _choose_batching(
+    model: TransformerModel, request: SampleRequest, guidance: Guidance, passes: int, contexts: Pair, negative: Pair
+) -> tuple[bool, str]:
+    """Whether the passes of a step run as one batch, and the sentence about it."""
+    if negative[0] is not None and negative[0].shape[1] != contexts[0].shape[1]:
+        return False, (
+            f"guidance: {passes} passes a step, one after the other, because the two prompts have contexts of different "
+            f"length ({contexts[0].shape[1]} and {negative[0].shape[1]})"
+        )
+    if guidance.batching != "auto":
+        return guidance.batching == "batched", f"guidance: {passes} passes a step, {guidance.batching} as asked"
+    need = passes * sampling_bytes(model.config, request, item_bytes=model.module.dtype.itemsize, recorded=False)
+    free = device_free_bytes(model.device)
+    batched = free is None or need <= free
+    about = f"a batch needs about {in_words(need)}" + ("" if free is None else f", {in_words(free)} are free")
+    return batched, f"guidance: {passes} passes a step, {'as one batch' if batched else 'one after the other'}: {about}"
+
+
+class _Kinds:
+    """The constants of a render's steps: steps that run the same passes by the same rule share one object."""
+
+    def __init__(
+        self,
+        forward: ForwardConstants,
+        request: SampleRequest,
+        states: tuple[TokenState | None, TokenState | None],
+        specs: dict[str, GuidanceSpec],
+        negative: Pair,
+        batched: bool,
+        layers: int,
+    ):
+        self._forward = forward
+        self._specs = specs
+        self._passes = {"negative": negative, "batch": request.batch, "layers": layers, "batched": batched}
+        self._blends = {
+            name: _blend(state, request.noise_convention) for name, state in zip(("video", "audio"), states) if state is not None
+        }
+        self._device = next(state for state in states if state is not None).clean.device
+        self._known: dict[tuple, StepConstants] = {}
+
+    def constants(self, index: int, step: SamplerStep) -> StepConstants:
+        # The x0 that ends res_2s is no step that guidance could skip.
+        reused = tuple(name for name, spec in self._specs.items() if spec.skips(index) and step.sampler != "x0")
+        kind = (step.sampler, reused)
+        if kind not in self._known:
+            self._known[kind] = self._build(*kind)
+        return self._known[kind]
+
+    def _build(self, sampler: str, reused: tuple[str, ...]) -> StepConstants:
+        predicted = {name: spec for name, spec in self._specs.items() if name not in reused}
+        passes = passes_needed(list(predicted.values()))
+        rules = {
+            name: StreamRule(
+                guidance=GuidanceTerms.of(spec, self._device) if name in predicted else None,
+                blend=self._blends[name],
+                remembers=spec.skip_step > 0,
+                reuses=name in reused,
+            )
+            for name, spec in self._specs.items()
+        }
+        forwards = forward_passes(self._forward, passes, predicted, **self._passes) if passes else ()
+        return StepConstants(forwards, passes, rules.get("video"), rules.get("audio"), sampler)
+
+
+def _modulation(
+    model: TransformerModel, request: SampleRequest, constants: StepConstants, sigma: Tensor
+) -> StepModulation | None:
+    """AdaLN rows of one model call. A stream that is given as a whole is at sigma 0."""
+    if not constants.forwards:
+        return None
+    sigma_video, sigma_audio = (
+        torch.zeros(()) if state is not None and state.frozen else sigma for state in (request.video, request.audio)
+    )
+    return model.module.modulation(constants.forwards[0], sigma_video, sigma_audio)
+
+
+def _noise_source(model: TransformerModel, request: SampleRequest) -> ReferenceNoise | ComfyNoise:
     if request.noise_convention == "reference":
         return ReferenceNoise(request.seed, model.device, model.module.dtype)
     return ComfyNoise(request.seed, model.device, request.noise)
 
 
-def _step_noise(request: SampleRequest, sigmas: Tensor, source, video, audio) -> list[Pair]:
-    """Noise of every step. The last step to sigma 0 draws none: its noise is zero."""
-    if request.sampler == "euler":
-        return [(None, None)] * (len(sigmas) - 1)
-    noise: list[Pair] = []
-    for sigma_next in sigmas[1:]:
-        if sigma_next > 0:
-            noise.append(source.step(video, audio))
-        else:
-            noise.append(
-                tuple(None if s is None else torch.zeros_like(s.initial, dtype=source.latent_dtype) for s in (video, audio))
+def _step_noise(
+    plan: list[SamplerStep], source: ReferenceNoise | ComfyNoise, video: TokenState | None, audio: TokenState | None, device
+) -> tuple[list[Pair], list[Pair]]:
+    """Noise of every step, and of the middle of every res_2s step. The last ancestral step to sigma 0 draws none: its noise is
+    zero."""
+    noise, mid_noise = [], []
+    at_steps, at_middles = SdeNoise(SDE_STEP_SEED, device), SdeNoise(SDE_MIDDLE_SEED, device)
+    for step in plan:
+        drawn, mid = _NOTHING, _NOTHING
+        if step.sampler == "res_2s":
+            drawn, mid = at_steps.step(video, audio), at_middles.step(video, audio)
+        elif step.sampler == "euler_ancestral" and step.sigma_next > 0:
+            drawn = source.step(video, audio)
+        elif step.sampler == "euler_ancestral":
+            drawn = tuple(
+                None if s is None else torch.zeros_like(s.initial, dtype=source.latent_dtype) for s in (video, audio)
             )
-    return noise
+        noise.append(drawn)
+        mid_noise.append(mid)
+    return noise, mid_noise
 
 
 def _start_tokens(state: TokenState, noise: Tensor, sigma: Tensor, convention: str) -> Tensor:
     """Noisy tokens at the first sigma, in the dtype of the noise."""
     if convention == "comfyui":
-        return sigma * noise + (1 - sigma) * state.initial
+        # ComfyUI has one latent: what is given stands in it, and noise is mixed into all of it.
+        return sigma * noise + (1 - sigma) * state.clean
     noisy = torch.lerp(state.initial, noise.float(), sigma)
     return torch.lerp(state.clean, noisy, state.denoise_mask).to(noise.dtype)
 
 
-def _blend(state: TokenState | None) -> Blend | None:
+def _blend(state: TokenState, convention: str) -> Blend | None:
     """None when everything is generated: the step then has no mask arithmetic."""
-    if state is None or bool((state.denoise_mask == 1).all()):
+    if bool((state.denoise_mask == 1).all()):
         return None
-    return Blend(state.denoise_mask.contiguous(), state.clean.contiguous())
+    return Blend(state.denoise_mask.contiguous(), state.clean.contiguous(), before_model=convention == "comfyui")
 
 
 def _to_latent(state: TokenState, tokens: Tensor) -> Tensor:
     """Target tokens as a latent, float32. A copy, so that no recording's buffer leaves."""
-    unpatchify = unpatchify_video if hasattr(state.shape, "height") else unpatchify_audio
+    unpatchify = unpatchify_video if isinstance(state.shape, VideoLatentShape) else unpatchify_audio
     return unpatchify(tokens[:, : state.shape.tokens], state.shape).float().clone()
 
 
-def _check_choices(request: SampleRequest, cuda_graph: str, on_capture_failure: str) -> None:
-    for name, value, allowed in (
-        ("cuda_graph", cuda_graph, CUDA_GRAPH_MODES),
-        ("on_capture_failure", on_capture_failure, ON_CAPTURE_FAILURE),
-        ("sampler", request.sampler, ("euler", "euler_ancestral")),
-        ("noise_convention", request.noise_convention, NOISE_CONVENTIONS),
-        ("compatibility", request.compatibility, COMPATIBILITIES),
-    ):
-        if value not in allowed:
-            raise RequestError(f"{name}={value!r} is not one of {', '.join(allowed)}.")
-    if request.noise is not None and request.noise_convention != "comfyui":
-        raise RequestError("a given start noise needs noise_convention 'comfyui'; the reference draws its own.")
-
-
-def _check_streams(model: TransformerModel, request: SampleRequest) -> None:
-    config = model.config
-    states = {"video": request.video, "audio": request.audio}
-    present = {name: s for name, s in states.items() if s is not None}
-    if not present:
-        raise RequestError("neither a video nor an audio latent was given.")
-    batches = {name: s.shape.batch for name, s in present.items()}
-    if len(set(batches.values())) > 1:
-        raise ShapeError(f"the latents have different batch sizes: {batches}. Use the same batch for video and audio.")
-    for name, state in present.items():
-        channels = config.in_channels if name == "video" else config.audio_in_channels
-        if state.initial.shape[-1] != channels:
-            raise ShapeError(
-                f"the {name} latent has {state.initial.shape[-1]} features a token, the model takes {channels}. "
-                f"Use a latent made for LTX-2.5."
-            )
-        if not bool(torch.isfinite(state.initial).all()):
-            raise RequestError(f"the {name} latent holds NaN or Inf before sampling; make a new latent.")
-        if request.noise_convention == "comfyui" and (
-            state.tokens != state.shape.tokens or bool((state.denoise_mask != 1).any())
-        ):
-            raise RequestError(
-                f"the {name} latent has kept or appended tokens, which noise_convention 'comfyui' does not support yet. "
-                f"Use noise_convention 'reference'."
-            )
-    features = request.text.features
-    width = config.context_width + config.audio_context_width
-    if features.ndim != 3 or features.shape[-1] != width:
-        raise ShapeError(
-            f"the conditioning has shape {tuple(features.shape)}, the model takes (batch, tokens, {width}) "
-            f"({config.context_width} video + {config.audio_context_width} audio features). Encode the prompt with the text "
-            f"encoder of LTX-2.5 (gemma4-12b-with-proj-ltx-2.5)."
-        )
-    if not bool(torch.isfinite(features).all()):
-        raise RequestError("the conditioning holds NaN or Inf; encode the prompt again.")
-    batch = next(iter(batches.values()))
-    if features.shape[0] not in (1, batch):
-        raise ShapeError(f"the conditioning has batch {features.shape[0]}, the latent {batch}. Use 1 or {batch}.")
+def _appended_frames(state: TokenState, tokens: Tensor, scale: float) -> Tensor | None:
+    """Appended tokens as latent frames on the target's grid, float32; 0 in cells that hold no token."""
+    if not state.appended_frames:
+        return None
+    shape = state.latent_shape
+    cells = tokens.float()
+    if state.cells is not None:
+        cells = cells.new_zeros(shape.batch, shape.tokens, shape.channels)
+        cells[:, state.cells.to(tokens.device)] = tokens.float()
+    return unpatchify_video(cells, shape)[:, :, state.shape.frames :] / scale

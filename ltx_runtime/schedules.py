@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -14,9 +15,13 @@ from .errors import RequestError
 DISTILLED_SIGMAS = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0)
 DISTILLED_STAGE2_SIGMAS = (0.909375, 0.725, 0.421875, 0.0)
 DISTILLED_TILED_SIGMAS = (0.625, 0.4, 0.0)
+# Second stage of ComfyUI's official LTX-2.5 templates, as written there.
+TEMPLATE_STAGE2_SIGMAS = (0.85, 0.7250, 0.4219, 0.0)
+# Where a res_2s schedule that ends at 0 ends instead; the prediction there is the result (section 12.5).
+RES_2S_LAST_SIGMA = 0.0011
 
-SCHEDULES = ("auto", "distilled", "distilled stage 2", "dev")
-SAMPLERS = ("auto", "euler", "euler_ancestral")
+SCHEDULES = ("auto", "distilled", "distilled stage 2", "template stage 2", "dev")
+SAMPLERS = ("auto", "euler", "euler_ancestral", "res_2s")
 
 
 def distilled_sigmas() -> torch.Tensor:
@@ -27,6 +32,11 @@ def distilled_sigmas() -> torch.Tensor:
 def distilled_stage2_sigmas() -> torch.Tensor:
     """Stage 2 of the distilled model, after the x2 upscale: 3 steps, (4,) float32."""
     return torch.tensor(DISTILLED_STAGE2_SIGMAS, dtype=torch.float32)
+
+
+def template_stage2_sigmas() -> torch.Tensor:
+    """Stage 2 as ComfyUI's official templates run it: 3 steps, (4,) float32."""
+    return torch.tensor(TEMPLATE_STAGE2_SIGMAS, dtype=torch.float32)
 
 
 def dev_sigmas(
@@ -97,6 +107,8 @@ def resolve_schedule(schedule: str, steps: int, file_name: str) -> tuple[torch.T
         return distilled_sigmas(), f"distilled schedule, 8 steps{reason}"
     if schedule == "distilled stage 2":
         return distilled_stage2_sigmas(), f"distilled stage 2 schedule, 3 steps{reason}"
+    if schedule == "template stage 2":
+        return template_stage2_sigmas(), f"stage 2 schedule of the official ComfyUI templates, 3 steps{reason}"
     if schedule == "dev":
         if steps < 1:
             raise RequestError(f"steps={steps}: the dev schedule needs at least 1 step.")
@@ -123,6 +135,32 @@ def resolve_sampler(sampler: str, sigmas: torch.Tensor, file_name: str, model_ve
 
 def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".") if part.isdigit())
+
+
+class SamplerStep(NamedTuple):
+    """One step of a loop. sampler: also "x0", a prediction that is the result. sigma, sigma_next: () float32, on the CPU."""
+
+    sampler: str
+    sigma: torch.Tensor
+    sigma_next: torch.Tensor
+
+
+def sampler_steps(sampler: str, sigmas: torch.Tensor) -> list[SamplerStep]:
+    """The steps that a sampler takes over checked sigmas.
+
+    res_2s steps in log sigma, so it ends just above 0 and takes the prediction there: one step more than sigmas say.
+    """
+    if sampler == "res_2s" and sigmas[-1] == 0:
+        if sigmas[-2] <= RES_2S_LAST_SIGMA:
+            raise RequestError(
+                f"res_2s ends at {RES_2S_LAST_SIGMA} in place of 0, so the sigma before 0 must be above it, got "
+                f"{float(sigmas[-2]):g}."
+            )
+        sigmas = torch.cat((sigmas[:-1], sigmas.new_tensor([RES_2S_LAST_SIGMA])))
+        last = [SamplerStep("x0", sigmas[-1], torch.zeros(()))]
+    else:
+        last = []
+    return [SamplerStep(sampler, a, b) for a, b in itertools.pairwise(sigmas)] + last
 
 
 def check_sigmas(sigmas: torch.Tensor) -> torch.Tensor:

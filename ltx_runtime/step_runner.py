@@ -5,7 +5,7 @@ truth (a replay returns at once, so without this wait they would lie).
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,6 +56,7 @@ class _InFlight:
 class StepRunner:
     """One render's steps: a context manager in which `run` is called for every step. `account` tells what happened.
 
+    constants: of every step; steps of one kind share one object.
     on_finished(index): called when the host has seen step `index` end.
     Raises CaptureError at construction or in `run` with on_capture_failure "error", RestartRequiredError whenever the
     process can't go on, NonFiniteError when a step's result isn't finite.
@@ -64,7 +65,7 @@ class StepRunner:
     def __init__(
         self,
         model: TransformerModel,
-        constants: StepConstants,
+        constants: Sequence[StepConstants],
         total_steps: int,
         timeline: Timeline,
         *,
@@ -82,7 +83,7 @@ class StepRunner:
         self._in_flight: _InFlight | None = None
         self._eager_only: _Kind | None = None
         self._kinds: dict[GraphKey, _Kind] = {}
-        self._streams = [n for n, s in (("video", constants.forward.video), ("audio", constants.forward.audio)) if s is not None]
+        self._streams = [n for n in ("video", "audio") if getattr(constants[0], n) is not None]
         # The finite flags leave the device through pinned memory, so that reading them never waits for more than their step.
         self._probes = torch.empty(total_steps, len(self._streams), pin_memory=self._cuda)
 
@@ -114,12 +115,12 @@ class StepRunner:
             return self._measure(kind, index, inputs)
         return self._eager(kind, index, inputs)
 
-    def capture_ahead(self, inputs: StepInputs) -> bool:
-        """Capture without running a step, so that a later render of the same key replays at once. False: it stays eager, the
-        reason is in the account."""
-        kind = self._eager_only or self._kind(0, inputs)
+    def capture_ahead(self, index: int, inputs: StepInputs) -> bool:
+        """Capture step `index` without running it, so that a later render of the same key replays at once. False: it stays
+        eager, the reason is in the account."""
+        kind = self._eager_only or self._kind(index, inputs)
         if kind.recording is None and kind.capture:
-            self._capture(kind, 0, inputs)
+            self._capture(kind, index, inputs)
         return kind.recording is not None
 
     def __enter__(self) -> StepRunner:
@@ -144,7 +145,7 @@ class StepRunner:
 
     def _kind(self, index: int, inputs: StepInputs) -> _Kind:
         """The kind of a step. At its first sight: find its recording, or decide what to do about one."""
-        key = GraphKey.of((self._constants, inputs), weight_generation=self._model.generation)
+        key = GraphKey.of((self._constants[index], inputs), weight_generation=self._model.generation)
         if key in self._kinds:
             return self._kinds[key]
         graphs = self._model.graphs
@@ -159,10 +160,14 @@ class StepRunner:
         if self.account["requested"] == "on":
             kind.capture = True
         elif known := graphs.measurements.get(key.shape):
-            self._decide(kind, known, self._total - index, seen_before=True)
+            self._decide(kind, known, self._left(index), seen_before=True)
         else:
             kind.measuring = True
         return kind
+
+    def _left(self, index: int) -> int:
+        """Steps of the kind of step `index` that are still to run, itself included."""
+        return sum(constants is self._constants[index] for constants in self._constants[index:])
 
     def _decide(self, kind: _Kind, measurement: BusyMeasurement, remaining_steps: int, *, seen_before: bool) -> None:
         kind.measuring = False
@@ -191,7 +196,7 @@ class StepRunner:
         self._drain()
         try:
             kind.recording, outputs = self._model.graphs.capture(
-                kind.key, self._step, self._constants, inputs, lambda name: self._timeline.phase(name, step=index)
+                kind.key, self._step, self._constants[index], inputs, lambda name: self._timeline.phase(name, step=index)
             )
         except RestartRequiredError:
             raise
@@ -205,7 +210,7 @@ class StepRunner:
     def _replay(self, kind: _Kind, index: int, inputs: StepInputs) -> StepOutputs:
         self.account["mode"] = "graph"
         phase = self._timeline.begin("sample.replay", step=index)
-        kind.recording.load(self._constants, inputs)
+        kind.recording.load(self._constants[index], inputs)
         started = _recorded_event()
         outputs = kind.recording.replay()
         return self._issued(index, phase, outputs, (started, _recorded_event()))
@@ -215,7 +220,7 @@ class StepRunner:
         if timed:
             self._drain()
         phase = self._timeline.begin("sample.step", step=index)
-        outputs = self._issued(index, phase, self._step(self._constants, inputs), None)
+        outputs = self._issued(index, phase, self._step(self._constants[index], inputs), None)
         if timed:
             self._drain()
             kind.timed_ms = phase.wall_ms
@@ -227,8 +232,9 @@ class StepRunner:
         self._drain()
         with self._timeline.phase("sample.measure", step=index, eager_wall_ms=kind.timed_ms) as phase:
             measured = gpu_time_behind_delay(
-                lambda: self._step(self._constants, inputs),
-                list(self._model.module.transformer_blocks)[BLOCKS_PER_PART::BLOCKS_PER_PART],
+                lambda: self._step(self._constants[index], inputs),
+                # From the first block on: a step of several passes one after the other meets it again.
+                list(self._model.module.transformer_blocks)[::BLOCKS_PER_PART],
                 wall_ms=kind.timed_ms,
                 device=self._model.device,
             )
@@ -246,7 +252,7 @@ class StepRunner:
             return outputs
         measurement = BusyMeasurement(kind.timed_ms, measured.gpu_ms)
         self._model.graphs.measurements[kind.key.shape] = measurement
-        self._decide(kind, measurement, self._total - index - 1, seen_before=False)
+        self._decide(kind, measurement, self._left(index) - 1, seen_before=False)
         return outputs
 
     def _issued(self, index: int, phase: Phase, outputs: StepOutputs, replay_events) -> StepOutputs:

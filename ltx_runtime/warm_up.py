@@ -31,5 +31,7 @@ def warm_up(
             on_capture_failure=on_capture_failure,
             on_finished=lambda index: None,
         ) as runner:
-            runner.capture_ahead(prepared.inputs(0, prepared.start))
+            # Steps of one kind share their constants: one recording each.
+            for index in {id(constants): i for i, constants in reversed(list(enumerate(prepared.constants)))}.values():
+                runner.capture_ahead(index, prepared.inputs(index, prepared.start, prepared.start))
     return runner.account

@@ -6,6 +6,7 @@ step's static buffers, plain values its key. Python in the forward branches on t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -29,6 +30,13 @@ class StreamConstants:
     timestep_index: Tensor | None  # (B or 1, N) int64 into the U noise levels; None: all tokens of a sample share one
     max_mask: Tensor | None  # (B or 1,) float32, largest mask value; ComfyUI compatibility only
     enabled: bool  # False: feeds the other stream but is not updated (section 8.2)
+
+
+def perturbation_mode(keep: Sequence[float]) -> str:
+    """How one operation in one block treats the samples of a batch: "keep" all, "skip" all, or "mix"."""
+    if all(value == 1 for value in keep):
+        return "keep"
+    return "skip" if all(value == 0 for value in keep) else "mix"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,14 @@ from ..errors import CheckpointError, RequestError, ShapeError
 from .adaln import AdaLayerNormSingle, add_tables, modulate, token_row
 from .block import COMFYUI_QK_EPS, TransformerBlock
 from .connector import Connector
-from .inputs import PERTURBATION_KINDS, ForwardConstants, StepModulation, StreamConstants, StreamModulation
+from .inputs import (
+    PERTURBATION_KINDS,
+    ForwardConstants,
+    StepModulation,
+    StreamConstants,
+    StreamModulation,
+    perturbation_mode,
+)
 from .rope import RopeTable, rope_table
 
 COMPATIBILITIES = ("reference", "comfyui")
@@ -322,7 +329,7 @@ class LTXTransformer(nn.Module):
             raise ShapeError(
                 f"perturbations have shape {tuple(keep.shape)}, expected {expected} = (kinds, layers, batch)."
             )
-        modes = tuple(tuple(_perturbation_mode(samples) for samples in kind) for kind in keep.tolist())
+        modes = tuple(tuple(perturbation_mode(samples) for samples in kind) for kind in keep.tolist())
         if any("mix" in kind for kind in modes):
             return modes, keep.to(self.device, self.dtype)[..., None, None, None]
         return modes, None
@@ -383,12 +390,6 @@ class _StreamSizes(NamedTuple):
 def _check_compatibility(compatibility: str) -> None:
     if compatibility not in COMPATIBILITIES:
         raise RequestError(f"compatibility={compatibility!r} is unknown. Use one of {', '.join(COMPATIBILITIES)}.")
-
-
-def _perturbation_mode(keep: list[float]) -> str:
-    if all(value == 1 for value in keep):
-        return "keep"
-    return "skip" if all(value == 0 for value in keep) else "mix"
 
 
 def _shared(tensor: Tensor) -> Tensor:

@@ -3,5 +3,4 @@
 KINDS = {
     "video_vae_diffusion": "no diffusion video decoder yet",
     "quant": "no quantised weights yet",
-    "guidance": "no guidance yet",
 }

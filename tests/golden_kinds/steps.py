@@ -5,20 +5,21 @@ import torch
 from safetensors.torch import safe_open
 
 from ltx_runtime import steps
+from ltx_runtime.conditioning import audio_state
+from ltx_runtime.noise import SdeNoise
+from ltx_runtime.shapes import AudioLatentShape
 
-PENDING = {
-    "cfgpp.*": "CFG++ Euler comes with guidance (issue C)",
-    "res2s_*": "res_2s comes with the HQ pipeline (issue C)",
-}
+PENDING: dict[str, str] = {}
 TOLERANCE = 1e-6
+CFG_PP_ETA = 0.8
 
 
 def cases(path):
     with safe_open(path, "pt") as file:
         names = [name for name in file.keys() if not name.startswith("in.")]
     noisers = {".".join(name.split(".")[:2]) for name in names if name.startswith("noiser")}
-    masks = {"mask.x0_from_velocity", "mask.post_process"}
-    return sorted({name for name in names if not name.startswith(("noiser", "mask"))} | noisers | masks)
+    whole = {"mask.x0_from_velocity", "mask.post_process", "res2s_noise"}
+    return sorted({name for name in names if not name.startswith(("noiser", "mask", "res2s_noise"))} | noisers | whole)
 
 
 def check(path, case):
@@ -41,6 +42,27 @@ def check(path, case):
             "euler_ancestral", sigmas[index], sigmas[index + 1], eta=float(eta), s_noise=float(s_noise)
         )
         out = steps.ancestral_step(sample, denoised, noise, coefficients)
+    elif kind == "cfgpp":
+        index = int(case.split(".")[1])
+        sigma, sigma_next = float(sigmas[index]), float(sigmas[index + 1])
+        # The file's steps use the last of its etas.
+        coefficients = steps.cfg_pp_coefficients(sigma, sigma_next, eta=CFG_PP_ETA, s_noise=1.0)
+        out = steps.cfg_pp_euler_step(sample, denoised, golden["in.uncond_denoised"], noise, coefficients)
+    elif kind == "res2s_coeff":
+        index = int(case.split(".")[1])
+        out = torch.tensor(steps.runge_kutta_coefficients(float(sigmas[index]), float(sigmas[index + 1])), dtype=torch.float64)
+    elif kind == "res2s_sde":
+        index = int(case.split(".")[1])
+        coefficients = steps.sde_coefficients(float(sigmas[index]), float(sigmas[index + 1]))
+        out = steps.sde_mix(sample.double(), denoised.double(), noise.double(), coefficients)
+    elif kind == "res2s_noise":
+        draws = [golden[f"{case}.draw{i}"] for i in range(2)]
+        batch, tokens, channels = draws[0].shape
+        state = audio_state(AudioLatentShape(batch, 1, tokens, channels))
+        source = SdeNoise(settings[case]["seed"], torch.device("cpu"))
+        for index, draw in enumerate(draws):
+            yield f"draw {index}", (source.step(None, state)[1] - draw).abs().max().item(), TOLERANCE
+        return
     elif kind == "noiser":
         drawn = golden[f"{case}.noise"]
         noisy = torch.lerp(sample, drawn, settings[case]["noise_scale"])
@@ -50,4 +72,4 @@ def check(path, case):
     else:
         # The golden file uses in.denoised as the velocity.
         out = steps.x0_from_velocity(sample, denoised, golden["mask.timesteps"])
-    yield "out", (out.float() - golden[case].float()).abs().max().item(), TOLERANCE
+    yield "out", (out.double() - golden[case].double()).abs().max().item(), TOLERANCE
