@@ -4,11 +4,13 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+import torch
 from comfy_api.latest import io
 
-from ..ltx_runtime.checkpoint import read_header, require_component
+from ..ltx_runtime.checkpoint import CheckpointHeader, read_header, require_component
 from ..ltx_runtime.errors import LTXError
 from ..ltx_runtime.runtime import TransformerModel
+from ..ltx_runtime.video_vae import VideoEncoder
 from ..ltx_runtime.video_vae import VideoVAE as VideoVAEModel
 from . import host
 
@@ -26,19 +28,19 @@ def _check_component(path: Path, _state: tuple[int, int], component: str) -> Non
     require_component(read_header(path), component)
 
 
-def _checked_file(name: str, folders: tuple[str, ...], published: str, component: str) -> Path:
+def checked_file(name: str, folders: tuple[str, ...], published: str, component: str) -> Path:
     """Path of a model file whose header was read and holds this component. Raises RequestError or CheckpointError."""
     path = host.find_model(name, *folders, published=published)
     _check_component(path, host.file_state(path), component)
     return path
 
 
-def _verdict(name: str | None, folders: tuple[str, ...], published: str, component: str) -> bool | str:
+def file_verdict(name: str | None, folders: tuple[str, ...], published: str, component: str) -> bool | str:
     """True, or why a loader can't use this name: asked before a prompt runs, so that a wrong file costs no sampling."""
     if name is None:  # connected to another node: known only when it runs
         return True
     try:
-        _checked_file(name, folders, published, component)
+        checked_file(name, folders, published, component)
     except (LTXError, OSError) as error:
         return str(error)
     return True
@@ -67,7 +69,7 @@ class LTXGraphModelLoader(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, unet_name: str | None = None) -> bool | str:
-        return _verdict(unet_name, _MODEL_FOLDERS, _MODEL_FILE, "transformer")
+        return file_verdict(unet_name, _MODEL_FOLDERS, _MODEL_FILE, "transformer")
 
     @classmethod
     def fingerprint_inputs(cls, unet_name: str):
@@ -75,8 +77,21 @@ class LTXGraphModelLoader(io.ComfyNode):
 
     @classmethod
     def execute(cls, unet_name: str) -> io.NodeOutput:
-        path = _checked_file(unet_name, _MODEL_FOLDERS, _MODEL_FILE, "transformer")
+        path = checked_file(unet_name, _MODEL_FOLDERS, _MODEL_FILE, "transformer")
         return io.NodeOutput(host.DeviceModel(TransformerModel(read_header(path), device=host.model_device()), path.name))
+
+
+class VideoVAEDevice(host.DeviceModel):
+    """What the video VAE socket carries: the decoder, and beside it the encoder of the same file once that is asked for.
+    ComfyUI evicts either without the other."""
+
+    def __init__(self, header: CheckpointHeader, device: torch.device, name: str):
+        super().__init__(VideoVAEModel(header, device=device), name)
+
+    @functools.cached_property
+    def encoder(self) -> host.DeviceModel:
+        """Raises CheckpointError when the file holds no encoder."""
+        return host.DeviceModel(VideoEncoder(self.model.header, device=self.model.device), self.name)
 
 
 class LTXGraphVideoVAELoader(io.ComfyNode):
@@ -86,7 +101,7 @@ class LTXGraphVideoVAELoader(io.ComfyNode):
             node_id="LTXGraphVideoVAELoader",
             display_name="LTX Graph Video VAE Loader",
             category="LTXGraph",
-            description="Opens an LTX-2.5 or 2.3 convolutional video VAE for LTX Graph Video Decode.",
+            description="Opens an LTX-2.5 or 2.3 convolutional video VAE, to decode and to encode. Each half is read at its first use.",
             search_aliases=["LTX 2.5", "LTXV", "load VAE", "VAELoader"],
             inputs=[
                 io.Combo.Input(
@@ -101,7 +116,7 @@ class LTXGraphVideoVAELoader(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, vae_name: str | None = None) -> bool | str:
-        return _verdict(vae_name, _VAE_FOLDERS, _VAE_FILE, "video_vae_conv")
+        return file_verdict(vae_name, _VAE_FOLDERS, _VAE_FILE, "video_vae_conv")
 
     @classmethod
     def fingerprint_inputs(cls, vae_name: str):
@@ -109,5 +124,5 @@ class LTXGraphVideoVAELoader(io.ComfyNode):
 
     @classmethod
     def execute(cls, vae_name: str) -> io.NodeOutput:
-        path = _checked_file(vae_name, _VAE_FOLDERS, _VAE_FILE, "video_vae_conv")
-        return io.NodeOutput(host.DeviceModel(VideoVAEModel(read_header(path), device=host.vae_device()), path.name))
+        path = checked_file(vae_name, _VAE_FOLDERS, _VAE_FILE, "video_vae_conv")
+        return io.NodeOutput(VideoVAEDevice(read_header(path), host.vae_device(), path.name))
