@@ -109,9 +109,14 @@ def install_tiny(base: Path, seed: int = 0) -> None:
     """Write the tiny checkpoints and conditioning into the base, under the names of the published files."""
     from ltx_runtime.tiny import write_tiny_checkpoints
 
-    folders = {"transformer": "models/diffusion_models", "video_vae": "models/vae", "positive": "input", "negative": "input"}
+    folders = {
+        "transformer": "models/diffusion_models", "video_vae": "models/vae", "positive": "input", "negative": "input",
+        "spatial_upscaler": "models/latent_upscale_models", "temporal_upscaler": "models/latent_upscale_models",
+        "duration_head": "models/model_patches", "lora": "models/loras", "audio_vae": "models/vae",
+    }
     with tempfile.TemporaryDirectory() as written:
         for part, path in write_tiny_checkpoints(written, seed=seed).items():
+            (base / folders[part]).mkdir(parents=True, exist_ok=True)
             shutil.move(path, base / folders[part] / path.name)
 
 
