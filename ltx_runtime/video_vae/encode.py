@@ -61,12 +61,15 @@ class VideoEncoder(ResidentModule):
         weight = header.tensors[f"{self._prefix}encoder.conv_in.conv.weight"]
         self._item_bytes = dtype.itemsize if dtype else weight.num_bytes // weight.num_elements
 
-    def latent_shape(self, num_frames: int, height: int, width: int) -> VideoLatentShape:
-        """Of the latent of a clip of num_frames pictures, of which those beyond 8k+1 are left out.
+    def latent_shape(self, frames: Tensor, size: tuple[int, int] | None = None) -> VideoLatentShape:
+        """Of the latent that encode makes out of these frames; see there. Reads neither weights nor device.
 
-        Raises ShapeError, naming the nearest legal sizes, when height or width is no multiple of 32.
+        Raises ShapeError, naming the nearest legal sizes, when width or height is no multiple of 32, and for what is no
+        IMAGE; RequestError for images of integers.
         """
-        num_frames = longest_clip(num_frames)
+        _check_frames(frames)
+        num_frames = longest_clip(frames.shape[0])
+        width, height = size or (frames.shape[2], frames.shape[1])
         check_pixel_size(width, height, num_frames)
         return VideoLatentShape(
             1,
@@ -129,9 +132,7 @@ class VideoEncoder(ResidentModule):
         Raises ShapeError and RequestError before any work, CheckpointError, and NonFiniteError naming the frames.
         Source: video_vae.md sections 4 and 5.
         """
-        _check_frames(frames)
-        width, height = size or (frames.shape[2], frames.shape[1])
-        shape = self.latent_shape(frames.shape[0], height, width)
+        shape = self.latent_shape(frames, size)
         frames = frames[: shape.num_frames]
         timeline = timeline or Timeline(None, device=self.device)
         self.ensure_resident(timeline)
@@ -141,7 +142,7 @@ class VideoEncoder(ResidentModule):
             while True:
                 timeline.note(PHASE, plan.reason, chunk_latent_frames=plan.chunk_frames, peak_bytes=plan.peak_bytes)
                 try:
-                    upload = FrameUpload(frames, width, height, self.device, self.module.dtype)
+                    upload = FrameUpload(frames, shape, self.device, self.module.dtype)
                     attempt = _Attempt(self.module, upload, shape, plan, timeline, check_cancelled, on_chunk)
                     return attempt.latent()
                 except torch.OutOfMemoryError:

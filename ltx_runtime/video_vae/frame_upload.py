@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..shapes import SPACE_FACTOR, VideoLatentShape
+
 # Pinned memory is dear (see host_frames.py), so frames go through two small buffers.
 _STAGING_BYTES = 32 << 20
 
@@ -23,9 +25,10 @@ def centre_crop(width: int, height: int, to_width: int, to_height: int) -> tuple
 class FrameUpload:
     """Pieces of a clip as encoder input, brought over on a stream of their own while the device computes on."""
 
-    def __init__(self, frames: Tensor, width: int, height: int, device: torch.device, dtype: torch.dtype) -> None:
-        """frames: (N, H, W, C) float, C >= 3, on any device. width, height: of the pixels wanted; where the frames have
-        another size they are cropped around the centre to these proportions and resampled bilinearly."""
+    def __init__(self, frames: Tensor, shape: VideoLatentShape, device: torch.device, dtype: torch.dtype) -> None:
+        """frames: (N, H, W, C) float, C >= 3, on any device. shape: of the latent; frames of another size than it wants
+        are cropped around the centre to its proportions and resampled bilinearly."""
+        height, width = shape.height * SPACE_FACTOR, shape.width * SPACE_FACTOR
         self._frames = frames[..., :3]
         self._size = None if frames.shape[1:3] == (height, width) else (height, width)
         if self._size:

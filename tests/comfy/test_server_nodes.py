@@ -11,6 +11,14 @@ from server import PACK_NAME, ROOT
 NODES = {
     "LTXGraphModelLoader": {"unet_name"},
     "LTXGraphVideoVAELoader": {"vae_name"},
+    "LTXGraphUpscalerLoader": {"model_name"},
+    "LTXGraphLatentUpscale": {"samples", "upscale_model", "video_vae", "report"},
+    "LTXGraphVideoEncode": {
+        "video_vae", "pixels", "width", "height", "temporal_size", "tile_size", "overlap", "report",
+    },
+    "LTXGraphDuration": {
+        "model", "positive", "duration_head", "frame_rate", "min_seconds", "max_seconds", "report",
+    },
     "LTXGraphEmptyLatent": {"width", "height", "length", "batch_size", "frame_rate", "with_audio"},
     "LTXGraphSampler": {
         "model", "positive", "negative", "latent_image", "seed", "noise", "schedule", "steps", "sigmas", "sampler_name", "sampler",
@@ -53,6 +61,8 @@ def test_sockets_are_comfyuis_own(listed):
     outputs = {name: info["output"] for name, info in listed.items()}
     assert outputs["LTXGraphSampler"] == ["LATENT", "LTXGRAPH_REPORT"]
     assert outputs["LTXGraphVideoDecode"] == ["IMAGE", "LTXGRAPH_REPORT"]
+    assert outputs["LTXGraphLatentUpscale"] == outputs["LTXGraphVideoEncode"] == ["LATENT", "LTXGRAPH_REPORT"]
+    assert outputs["LTXGraphDuration"] == ["FLOAT", "INT", "LTXGRAPH_REPORT"]
     assert outputs["LTXGraphEmptyLatent"] == ["LATENT"]
     assert outputs["LTXGraphLoadConditioning"] == ["CONDITIONING"]
     assert outputs["LTXGraphTimingParity"] == outputs["LTXGraphParityRun"] == ["STRING", "BOOLEAN", "IMAGE", "IMAGE"]
