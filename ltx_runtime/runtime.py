@@ -1,29 +1,121 @@
 """Handles on models: weights that can be evicted and read again, and what is kept for them between renders."""
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from .checkpoint import CheckpointHeader, read_header
+from .checkpoint import CheckpointHeader, Progress, read_header, read_tensors
 from .config import TransformerConfig
 from .cuda_graph import GraphCache
+from .lora import Adapter, FusedWeights, LoraSpec, fit_loras, generation_notes, linear_specs
 from .residency import ResidentModule
+from .timing import Timeline
 from .transformer.model import LTXTransformer
+
+logger = logging.getLogger("ltxgraph")
 
 
 class TransformerModel(ResidentModule):
-    """The denoiser of one file, with its recordings. Evicting drops recordings first, then weights."""
+    """The denoiser of one file with the LoRAs fused into it, and its recordings. Evicting drops recordings first, then
+    weights; the LoRAs come back with the weights."""
 
     def __init__(self, header: CheckpointHeader, *, device: torch.device | str, dtype: torch.dtype | None = None):
         self.config = TransformerConfig.from_header(header)
         prefix_map = {"": header.prefixes["transformer"]}
         super().__init__(header, lambda: LTXTransformer(self.config), prefix_map, device=device, dtype=dtype)
         self.graphs = GraphCache(self.device)
+        self._linears = linear_specs(header)
+        self._fused: FusedWeights | None = None
+        self._adapters: tuple[Adapter, ...] = ()
+        self._lora_states: tuple = ()
+
+    @property
+    def loras(self) -> tuple[LoraSpec, ...]:
+        """The LoRAs that act on the weights, in order; those of strength 0 are left out."""
+        return tuple(adapter.spec for adapter in self._adapters)
+
+    @property
+    def lora_notes(self) -> tuple[str, ...]:
+        """What a user should know about LoRAs that fit but were made for another generation."""
+        return generation_notes(self._adapters, self.config.model_version)
+
+    def set_loras(
+        self, chain: Sequence[LoraSpec], timeline: Timeline | None = None, on_progress: Progress | None = None
+    ) -> bool:
+        """Make chain, in order, the only LoRAs of this model; an empty one restores the base bit for bit.
+
+        Resident weights are changed in place, else the chain is fused when they are read. True if anything changed; the
+        same files (path, size, time) at the same strengths do nothing. A change grows generation and drops recordings.
+        Phase load.read goes to timeline; on_progress(done_bytes, total_bytes), and what it raises stops the change.
+
+        Raises CheckpointError or RequestError before anything is changed, see fit_loras. An error in the middle, a
+        cancel too, brings the previous chain back; if even that fails, the weights are evicted, and the next use reads
+        them with the previous chain.
+        """
+        states = tuple(spec.state() for spec in chain)
+        if states == self._lora_states:
+            return False
+        adapters = tuple(a for a in fit_loras(chain, self.header) if a.spec.strength != 0)
+        if self._fused is not None:
+            self.generation += 1
+            self.graphs.close()
+            try:
+                self._fuse(adapters, timeline, on_progress)
+            except BaseException:
+                self._bring_back(self._adapters)
+                raise
+        self._adapters, self._lora_states = adapters, states
+        return True
+
+    def ensure_resident(self, timeline: Timeline | None = None, on_progress: Progress | None = None) -> bool:
+        """See ResidentModule; the LoRAs are fused again, and one whose file changed is a CheckpointError too."""
+        if not super().ensure_resident(timeline, on_progress):
+            return False
+        self._fused = FusedWeights(self.module, self._linears, self._read_linears)
+        if self._adapters:
+            try:
+                self._fuse(self._adapters, timeline, on_progress)
+            except BaseException:
+                self.evict()
+                raise
+        return True
+
+    @property
+    def lora_copies_bytes(self) -> int:
+        """Device memory of the copies of base weights under the LoRAs; drop_lora_copies gives it back."""
+        return self._fused.copies_bytes if self._fused is not None else 0
+
+    def drop_lora_copies(self) -> None:
+        """Without copies the next change of LoRAs reads base weights from the file."""
+        if self._fused is not None:
+            self._fused.drop_copies()
 
     def evict(self) -> None:
         self.graphs.close()
+        self._fused = None
         super().evict()
+
+    def _fuse(self, adapters: Sequence[Adapter], timeline: Timeline | None, on_progress: Progress | None) -> None:
+        timeline = timeline or Timeline(None, device=self.device)
+        loras = [{"file": adapter.file.name, "strength": adapter.spec.strength} for adapter in adapters]
+        with timeline.phase("load.read", what="LoRA", loras=loras) as phase:
+            phase.attrs |= self._fused.replace(adapters, on_progress)
+
+    def _bring_back(self, adapters: Sequence[Adapter]) -> None:
+        try:
+            self._fuse(adapters, None, None)
+        except BaseException as error:  # noqa: BLE001 - no half-changed weights; the caller raises the first error
+            logger.warning("the previous LoRAs could not be brought back (%s); the weights are read again", error)
+            self.evict()
+
+    def _read_linears(self, modules: Sequence[str], on_progress: Progress) -> dict[str, Tensor]:
+        """The base weights of these Linears, as they were loaded."""
+        wanted = {module: self._linears[module] for module in modules}
+        return read_tensors(self.header, wanted, self.device, dtype=self.dtype, on_progress=on_progress)
 
 
 def load_transformer(
