@@ -1,8 +1,8 @@
 """Random weights that behave: tiny checkpoints in the published layout, and full-size modules filled on the device.
 
-`python3 -m ltx_runtime.tiny DIR` writes a transformer, a conv video VAE and two prompts under the published names. They
-have every structure of LTX-2.5 at small widths, so that the whole way from a file to a decoded video runs in seconds on
-a CPU. The pictures mean nothing, but they are neither flat nor clipped, and every input changes them.
+`python3 -m ltx_runtime.tiny DIR` writes one file of each kind and two prompts under the published names. They have every
+structure of LTX-2.5 at small widths, so that the whole way from a file to a decoded video with sound runs in seconds on
+a CPU. Picture and sound mean nothing, but they are neither flat nor clipped, and every input changes them.
 """
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from .audio_vae.config import AudioVAEConfig, GeneratorConfig
+from .audio_vae.filters import kaiser_sinc_kernel
+from .audio_vae.front_end import slaney_filterbank
+from .audio_vae.network import AudioVAENetwork
 from .conditioning_file import save_conditioning
 from .config import ConnectorConfig, ConvVAEConfig, DurationHeadConfig, TransformerConfig, UpsamplerConfig
 from .duration import DurationNetwork
@@ -30,18 +34,25 @@ from .video_vae.conv_vae import ConvVideoEncoder, ConvVideoVAE
 
 TRANSFORMER_FILE = "ltx-2.5-22b-distilled-transformer-bf16.safetensors"
 VIDEO_VAE_FILE = "ltx-2.5-video-vae-conv-bf16.safetensors"
+AUDIO_VAE_FILE = "ltx-2.5-audio-vae-bf16.safetensors"
 SPATIAL_UPSCALER_FILE = "ltx-2.5-latent-spatial-upscaler-x2-bf16-1.0.safetensors"
 TEMPORAL_UPSCALER_FILE = "ltx-2.5-latent-temporal-upscaler-x2-bf16-1.0.safetensors"
 DURATION_HEAD_FILE = "ltx-2.5-duration-head-bf16.safetensors"
+LORA_FILE = "ltx-2.5-22b-distilled-lora-450-bf16.safetensors"
 POSITIVE_FILE = "tiny-conditioning-positive.safetensors"
 NEGATIVE_FILE = "tiny-conditioning-negative.safetensors"
 
 TRANSFORMER_PREFIX = "model.diffusion_model."
 FLAVOURS = ("2.5", "2.3")
+LORA_FORMS = ("official", "community", "kohya")
 
 # A standard normal through SiLU has a root mean square of 0.6, and normalised channels reach the last convolution
 # through SiLU. Pixels so get a deviation of 0.4: 1 % lie outside [-1, 1] and are clipped.
 _PIXEL_GAIN = 0.4 / 0.6
+# The vocoder adds its branches, 18 in a row, to a stream that nothing normalises. Measured at tiny and at full width:
+# with these gains the sound has a deviation near 0.3, and under 1 % of its samples are clipped.
+_BRANCH_GAIN = 0.3
+_WAVEFORM_GAIN = 0.07
 
 
 def random_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -54,6 +65,8 @@ def random_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, generat
     and gains of norms near 1; biases and embeddings are small, but that of the duration head, which asks for about
     three seconds.
     """
+    if name.endswith((".filter", "_basis")):
+        return _vocoder_constant(name, shape).to(generator.device, dtype)
     mean, deviation = 0.0, 0.1
     if name.endswith(("q_norm.weight", "k_norm.weight")):
         mean = 2.0
@@ -71,7 +84,26 @@ def random_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, generat
         deviation = 1.0 / math.sqrt(math.prod(shape[1:]))
         if name.endswith("decoder.conv_out.conv.weight"):
             deviation *= _PIXEL_GAIN
+        elif ".ups." in name:
+            deviation = 1.0 / math.sqrt(2 * shape[0])  # transposed; an output sample sees two input samples
+        elif ".convs2." in name:
+            deviation *= _BRANCH_GAIN
+        elif name.endswith("conv_post.weight"):
+            deviation *= _WAVEFORM_GAIN
     return torch.empty(shape, dtype=dtype, device=generator.device).normal_(mean, deviation, generator=generator)
+
+
+def _vocoder_constant(name: str, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of the vocoder that is not trained but follows from its size, in float64 (audio.md sections 4 and 5)."""
+    if name.endswith(".filter"):
+        return kaiser_sinc_kernel(shape[-1], 0.25, 0.3).view(shape)
+    if name.endswith("mel_basis"):
+        return slaney_filterbank(2 * (shape[1] - 1), shape[0], 0.0, 8000.0, 16000).T.contiguous()
+    n_fft = shape[-1]
+    time, frequency = (torch.arange(count, dtype=torch.float64) for count in (n_fft, n_fft // 2 + 1))
+    angle = frequency.unsqueeze(1) * time * (2 * math.pi / n_fft)
+    window = torch.hann_window(n_fft, dtype=torch.float64)
+    return (torch.cat([angle.cos(), -angle.sin()]) * window).view(shape)
 
 
 def fill_random(module: nn.Module, *, device: torch.device | str, seed: int = 0) -> int:
@@ -173,6 +205,30 @@ def tiny_duration_head_config() -> DurationHeadConfig:
     )
 
 
+def tiny_audio_vae_config() -> AudioVAEConfig:
+    """The published levels, rates and kernels on few channels: lengths and sampling rates are the real ones."""
+    blocks: dict[str, Any] = {"resblock_kernel_sizes": (3, 7, 11), "resblock_dilations": ((1, 3, 5),) * 3}
+    return AudioVAEConfig(
+        latent_channels=8,
+        base_channels=4,
+        channel_multipliers=(1, 2, 4),
+        num_res_blocks=2,
+        mel_bins=64,
+        sample_rate=16000,
+        hop_length=160,
+        n_fft=1024,
+        min_hz=0.0,
+        max_hz=8000.0,
+        vocoder=GeneratorConfig(64, (5, 2, 2, 2, 2, 2), (11, 4, 4, 4, 4, 4), **blocks),
+        extension=GeneratorConfig(32, (6, 5, 2, 2, 2), (12, 11, 4, 4, 4), **blocks),
+        extension_hop_length=80,
+        extension_n_fft=512,
+        extension_mel_bins=64,
+        output_sample_rate=48000,
+        model_version="2.5.0",
+    )
+
+
 def write_tiny_transformer(path: str | os.PathLike[str], *, seed: int = 0, flavour: str = "2.5") -> Path:
     """Write a transformer with its connectors in the published layout (transformer.md sections 1 and 3)."""
     config = tiny_transformer_config(flavour)
@@ -206,10 +262,16 @@ def write_tiny_upsampler(path: str | os.PathLike[str], *, spatial: bool, seed: i
 
 
 def write_tiny_duration_head(path: str | os.PathLike[str], *, seed: int = 0) -> Path:
-    """Write a duration head in the published layout (upsampler_and_duration.md section 2). Its sizes show in the tensors
-    alone, as in the published file."""
+    """Write a duration head in the published layout (upsampler_and_duration.md section 2). Its sizes show in the
+    tensors alone, as in the published file."""
     tensors = _random_weights(DurationNetwork, tiny_duration_head_config(), "duration_head.", seed)
     return _write(path, tensors, {}, "2.5.0")
+
+
+def write_tiny_audio_vae(path: str | os.PathLike[str], *, seed: int = 0) -> Path:
+    """Write an audio VAE, encoder, decoder and vocoder, in the published layout (audio.md section 1)."""
+    config = tiny_audio_vae_config()
+    return _write(path, _random_weights(AudioVAENetwork, config, "", seed), _audio_settings(config), "2.5.0")
 
 
 def write_tiny_monolith(path: str | os.PathLike[str], *, seed: int = 0) -> Path:
@@ -219,6 +281,43 @@ def write_tiny_monolith(path: str | os.PathLike[str], *, seed: int = 0) -> Path:
     tensors |= _vae_weights(vae, "vae.", seed)
     settings = {"transformer": _transformer_settings(transformer), "vae": _vae_settings(vae)}
     return _write(path, tensors, settings, transformer.model_version)
+
+
+def write_tiny_lora(
+    path: str | os.PathLike[str], *, seed: int = 0, form: str = "official", flavour: str = "2.5"
+) -> Path:
+    """Write an adapter of the tiny transformer that changes it by about half of its weights.
+
+    form: "official" is laid out as the distilled adapter (transformer.md section 15): every Linear but those of the
+    connectors, rank min(4, in, out), no alphas. "community" and "kohya" are what other trainers write: the
+    attentions, lora_down and lora_up with an alpha, under transformer. or with "_" for "." in the module's path.
+    """
+    if form not in LORA_FORMS:
+        raise ValueError(f"form={form!r}, expected one of {', '.join(LORA_FORMS)}")
+    config = tiny_transformer_config(flavour)
+    linears = {
+        name: module
+        for name, module in build_on_meta(lambda: LTXTransformer(config)).named_modules()
+        if isinstance(module, nn.Linear)
+        and "embeddings_connector" not in name
+        and (form == "official" or "attn" in name)
+    }
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, linear in linears.items():
+        rank = min(4, linear.in_features, linear.out_features)
+        down = torch.randn(rank, linear.in_features, generator=generator) / math.sqrt(linear.in_features)
+        up = torch.randn(linear.out_features, rank, generator=generator) / math.sqrt(4 * rank)
+        if form == "official":
+            tensors[f"diffusion_model.{name}.lora_A.weight"] = down.bfloat16()
+            tensors[f"diffusion_model.{name}.lora_B.weight"] = up.bfloat16()
+            continue
+        written = f"transformer.{name}" if form == "community" else f"lora_unet_{name.replace('.', '_')}"
+        tensors[f"{written}.lora_down.weight"] = down.bfloat16()
+        tensors[f"{written}.lora_up.weight"] = up.bfloat16()
+        tensors[f"{written}.alpha"] = torch.tensor(rank / 2)
+    save_file(tensors, path, metadata={"model_version": config.model_version})
+    return Path(path)
 
 
 def write_tiny_conditioning(path: str | os.PathLike[str], *, num_tokens: int, seed: int = 0) -> Path:
@@ -231,15 +330,17 @@ def write_tiny_conditioning(path: str | os.PathLike[str], *, num_tokens: int, se
 
 
 def write_tiny_checkpoints(directory: str | os.PathLike[str], *, seed: int = 0) -> dict[str, Path]:
-    """Write a whole set under the published names: transformer, video_vae, positive, negative -> path."""
+    """Write a whole set under the published names: transformer, video_vae, audio_vae ... -> path."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     return {
         "transformer": write_tiny_transformer(directory / TRANSFORMER_FILE, seed=seed),
         "video_vae": write_tiny_video_vae(directory / VIDEO_VAE_FILE, seed=seed),
+        "audio_vae": write_tiny_audio_vae(directory / AUDIO_VAE_FILE, seed=seed),
         "spatial_upscaler": write_tiny_upsampler(directory / SPATIAL_UPSCALER_FILE, spatial=True, seed=seed),
         "temporal_upscaler": write_tiny_upsampler(directory / TEMPORAL_UPSCALER_FILE, spatial=False, seed=seed),
         "duration_head": write_tiny_duration_head(directory / DURATION_HEAD_FILE, seed=seed),
+        "lora": write_tiny_lora(directory / LORA_FILE, seed=seed),
         "positive": write_tiny_conditioning(directory / POSITIVE_FILE, num_tokens=11, seed=seed),
         "negative": write_tiny_conditioning(directory / NEGATIVE_FILE, num_tokens=7, seed=seed + 1),
     }
@@ -360,6 +461,75 @@ def _vae_settings(config: ConvVAEConfig) -> dict[str, Any]:
         "encoder_base_channels": config.encoder_base_channels,
         "decoder_base_channels": config.decoder_base_channels,
         "spatial_padding_mode": "zeros",
+    }
+
+
+def _audio_settings(config: AudioVAEConfig) -> dict[str, Any]:
+    """The config as published files spell it, all keys of audio_vae.json."""
+    mel_vae = {
+        "double_z": True,
+        "mel_bins": config.mel_bins,
+        "z_channels": config.latent_channels,
+        "resolution": 256,
+        "downsample_time": False,
+        "in_channels": 2,
+        "out_ch": 2,
+        "ch": config.base_channels,
+        "ch_mult": config.channel_multipliers,
+        "num_res_blocks": config.num_res_blocks,
+        "attn_resolutions": [],
+        "dropout": 0.0,
+        "mid_block_add_attention": False,
+        "norm_type": "pixel",
+        "causality_axis": "height",
+    }
+    preprocessing = {
+        "audio": {
+            "sampling_rate": config.sample_rate,
+            "max_wav_value": 32768.0,
+            "duration": 5.12,
+            "stereo": True,
+            "causal_padding": 3,
+        },
+        "stft": {
+            "filter_length": config.n_fft,
+            "hop_length": config.hop_length,
+            "win_length": config.n_fft,
+            "causal": True,
+        },
+        "mel": {"n_mel_channels": config.mel_bins, "mel_fmin": int(config.min_hz), "mel_fmax": int(config.max_hz)},
+    }
+    extension = {
+        **_generator_settings(config.extension),
+        "apply_final_activation": False,
+        "input_sampling_rate": config.sample_rate,
+        "output_sampling_rate": config.output_sample_rate,
+        "hop_length": config.extension_hop_length,
+        "n_fft": config.extension_n_fft,
+        "win_size": config.extension_n_fft,
+        "num_mels": config.extension_mel_bins,
+    }
+    return {
+        "audio_vae": {
+            "model": {"params": {"ddconfig": mel_vae, "sampling_rate": config.sample_rate}},
+            "preprocessing": preprocessing,
+        },
+        "vocoder": {"vocoder": _generator_settings(config.vocoder), "bwe": extension},
+    }
+
+
+def _generator_settings(config: GeneratorConfig) -> dict[str, Any]:
+    return {
+        "upsample_initial_channel": config.initial_channels,
+        "resblock": "AMP1",
+        "upsample_rates": config.upsample_rates,
+        "resblock_kernel_sizes": config.resblock_kernel_sizes,
+        "upsample_kernel_sizes": config.upsample_kernel_sizes,
+        "resblock_dilation_sizes": config.resblock_dilations,
+        "stereo": True,
+        "use_tanh_at_final": False,
+        "activation": "snakebeta",
+        "use_bias_at_final": False,
     }
 
 
