@@ -381,20 +381,23 @@ def _discard_invalidated_capture(graph, pool, error, stream, device) -> None:
             "an earlier capture was invalidated under cudaMallocAsync, so no further capture is made in this process; "
             "restart ComfyUI to capture again (--disable-cuda-malloc is the safer setting)"
         )
-    else:
-        _heal_generator(stream, device)
+    _heal_generator(stream, device)
 
 
 def _heal_generator(stream, device) -> None:
-    """The default CUDA generator still believes it is captured; the next successful capture resets that."""
+    """The default CUDA generator still believes it is captured; the next capture that closes resets that.
+
+    It allocates nothing: after an invalidated capture an allocation inside another one may fail under cudaMallocAsync.
+    """
+    probe = torch.empty(1, device=device)
     graph = torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         graph.capture_begin(capture_error_mode="thread_local")
-        probe = torch.randn(1, device=device)
+        probe.normal_()
         graph.capture_end()
     graph.replay()
     torch.cuda.synchronize(device)
-    del probe
     graph.reset()
 
 

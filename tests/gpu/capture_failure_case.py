@@ -25,6 +25,7 @@ def main(kind: str, aimdo: bool) -> None:
     if aimdo:
         torch.cuda.init()
         comfy_aimdo.control.init_devices([(0, 0)])
+        comfy_aimdo.control.set_log_info()
     from ltx_runtime import cuda_graph, step_runner, steps
     from ltx_runtime.sampler import sample
     from rendering import tiny_request, tiny_transformer, tiny_video_vae
