@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -37,15 +38,15 @@ def compact(event: Mapping[str, Any]) -> dict[str, Any]:
     return shown | ({"attrs": attrs} if attrs else {})
 
 
-def read_timeline(path: Path) -> dict[str, Any]:
+def read_timeline(path: Path, most_events: int | None = None) -> dict[str, Any]:
     """A log file as {schema, render, time (of the first event), events (`compact`), summary (`timing.summarize`)}.
 
-    A half-written last line, as a killed process leaves it, ends the reading. Raises FileNotFoundError; ValueError for
-    a file without one event.
+    most_events: read no further, to see the render as it was when a node of it ended. A half-written last line, as a
+    killed process leaves it, ends the reading too. Raises FileNotFoundError; ValueError for a file without one event.
     """
     events = []
     with open(path, encoding="utf-8") as lines:
-        for line in lines:
+        for line in itertools.islice(lines, most_events):
             try:
                 events.append(json.loads(line))
             except json.JSONDecodeError:

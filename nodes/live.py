@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -13,11 +14,11 @@ from aiohttp import web
 from ..ltx_runtime.parity import Verdict
 from ..ltx_runtime.report_text import Render, residency
 from ..ltx_runtime.timeline_view import RENDER_ID, compact, read_timeline
-from ..ltx_runtime.timing import Timeline
+from ..ltx_runtime.timing import Timeline, summarize
 
 MESSAGE = "ltxgraph.phase"
 OUTPUT = "ltxgraph_timeline"
-ROUTE = "/ltxgraph/timeline/{render}"
+ROUTE = "/ltxgraph/timeline/{render}"  # ?events=N: only the first N
 _EVERY_S = 0.1
 
 
@@ -77,7 +78,8 @@ class Feed:
 
 
 def shown(renders: Mapping[str, Render], verdict: Verdict | None = None) -> dict[str, list[str]]:
-    """A node's `ui` entry, by which the widget knows its renders (by arm) and what was found about them.
+    """A node's `ui` entry, by which the widget knows its renders (by arm), how far they were (number of events), and
+    what was found about them.
 
     One JSON text, because ComfyUI counts objects in a `ui` entry as files that the job made.
     """
@@ -86,7 +88,7 @@ def shown(renders: Mapping[str, Render], verdict: Verdict | None = None) -> dict
             {
                 "render": render.timeline.render_id,
                 "name": name,
-                "residency": residency(render.timeline.events, render.timeline.summary(), render.graph)["words"],
+                "residency": residency(render)["words"],
             }
             for name, render in renders.items()
         ]
@@ -100,14 +102,14 @@ def log_handler(log_path: Callable[[str], Path]) -> Callable[[web.Request], Awai
     """The handler of ROUTE. log_path: where the log of a render id is."""
 
     async def answer(request: web.Request) -> web.Response:
-        render = request.match_info["render"]
-        if not RENDER_ID.fullmatch(render):
-            return web.json_response({"error": "this is no render id"}, status=400)
+        render, most = request.match_info["render"], request.query.get("events")
+        if not RENDER_ID.fullmatch(render) or most is not None and not re.fullmatch("[0-9]{1,9}", most):
+            return web.json_response({"error": "this is no render id, or no number of events"}, status=400)
         path = log_path(render)
         try:
             if path.resolve().parent != path.parent.resolve():  # a link to somewhere else
                 raise FileNotFoundError(path)
-            view = await asyncio.to_thread(read_timeline, path)
+            view = await asyncio.to_thread(read_timeline, path, int(most) if most else None)
         except (OSError, ValueError, KeyError):
             return web.json_response({"error": f"there is no log of render {render}"}, status=404)
         return web.json_response(view)
