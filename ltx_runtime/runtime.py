@@ -12,6 +12,7 @@ from .checkpoint import CheckpointHeader, Progress, read_header, read_tensors
 from .config import TransformerConfig
 from .cuda_graph import GraphCache
 from .lora import Adapter, FusedWeights, LoraSpec, fit_loras, generation_notes, linear_specs
+from .memory import device_free_bytes
 from .residency import ResidentModule
 from .timing import Timeline
 from .transformer.model import LTXTransformer
@@ -88,6 +89,11 @@ class TransformerModel(ResidentModule):
     def lora_copies_bytes(self) -> int:
         """Device memory of the copies of base weights under the LoRAs; drop_lora_copies gives it back."""
         return self._fused.copies_bytes if self._fused is not None else 0
+
+    def leave_free(self, num_bytes: int) -> None:
+        """Drop those copies when fewer than num_bytes of device memory are free beside them."""
+        if self.lora_copies_bytes and (device_free_bytes(self.device) or 0) < num_bytes:
+            self.drop_lora_copies()
 
     def drop_lora_copies(self) -> None:
         """Without copies the next change of LoRAs reads base weights from the file."""

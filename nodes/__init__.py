@@ -10,6 +10,7 @@ logger = logging.getLogger("ltxgraph")
 
 NODES = (
     ("load", "LTXGraphModelLoader"),
+    ("lora", "LTXGraphLoRA"),
     ("load", "LTXGraphVideoVAELoader"),
     ("upscale", "LTXGraphUpscalerLoader"),
     ("latents", "LTXGraphEmptyLatent"),

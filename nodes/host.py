@@ -12,7 +12,8 @@ import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Hashable, Iterator, Sequence
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -165,8 +166,35 @@ class DeviceModel:
     def model(self) -> ResidentModule:
         return self.patcher.model.resident
 
+    def before_load(self, timeline: Timeline) -> None:
+        """Called at every use, before ComfyUI makes room: gives the model what this socket wants of it."""
+
+    def after_load(self, activation_bytes: int) -> None:
+        """Called at every use, when the weights are on the device, with what is to fit beside them."""
+
     def __repr__(self) -> str:
         return f"<{type(self.model).__name__} {self.name}, {'resident' if self.model.resident else 'not loaded'}>"
+
+
+class SharedDeviceModel(DeviceModel):
+    """A DeviceModel of which all sockets with one key, living or still resident, are one model.
+
+    ComfyUI drops a loader's output as soon as one of the loader's inputs changes, and its classic cache does so before
+    the loader runs again. So weights that are on the device don't end with their sockets: the next socket with this key
+    finds them, and until then ComfyUI evicts them as it evicts any model.
+    """
+
+    def __init__(self, key: Hashable, open_model: Callable[[], ResidentModule], name: str):
+        self.name = name
+        patcher = _shared_patchers.get(key)
+        if patcher is None:
+            patcher = _shared_patchers[key] = _patcher_class()(open_model())
+            patcher.stays = True
+        self.patcher = patcher
+
+
+_shared_patchers: WeakValueDictionary = WeakValueDictionary()
+_staying_patchers: set = set()  # keeps alive those that are resident
 
 
 class LTXGraphDeviceModel(torch.nn.Module):
@@ -195,13 +223,14 @@ def _patcher_class() -> type:
             super().__init__(LTXGraphDeviceModel(resident), resident.device, torch.device("cpu"), size=resident.weights_bytes)
             self.timeline: Timeline | None = None
             self.load_events: list[dict] = []
+            self.stays = False  # see SharedDeviceModel
 
         def is_dynamic(self) -> bool:
             return False
 
         def model_size(self) -> int:
             # Also when evicted: ComfyUI frees model_size() - loaded_size() before it loads.
-            return self.size + _graph_bytes(self.model.resident)
+            return self.size + _spare_bytes(self.model.resident)
 
         def loaded_size(self) -> int:
             return self.model_size() if self.model.resident.resident else 0
@@ -214,21 +243,25 @@ def _patcher_class() -> type:
             if resident.resident:
                 return 0
             timeline = self.timeline or Timeline(None, device=resident.device)
-            resident.ensure_resident(timeline, _byte_progress(progress_bar(self.size), cancel_check()))
+            resident.ensure_resident(timeline, byte_progress())
+            if self.stays:
+                _staying_patchers.add(self)
             if self.timeline is None:
                 self.load_events.extend(timeline.events)
             return self.size
 
         def partially_unload(self, device_to, memory_to_free=0, force_patch_weights=False) -> int:
             # Weights go all or not at all; graphs can be recorded again in a second.
-            graph_bytes = _graph_bytes(self.model.resident)
-            if graph_bytes == 0 or graph_bytes < memory_to_free:
+            model = self.model.resident
+            spare_bytes = _spare_bytes(model)
+            if spare_bytes == 0 or spare_bytes < memory_to_free:
                 return 0
-            self.model.resident.graphs.close()
-            return graph_bytes
+            _drop_spares(model, memory_to_free)
+            return spare_bytes - _spare_bytes(model)
 
         def detach(self, unpatch_all=True):
             if unpatch_all:
+                _staying_patchers.discard(self)
                 self.model.resident.evict()
             return self.model
 
@@ -240,9 +273,20 @@ def _patcher_class() -> type:
     return DeviceModelPatcher
 
 
-def _graph_bytes(model: ResidentModule) -> int:
+def _spare_bytes(model: ResidentModule) -> int:
+    """Device memory beside the weights: recordings, copies of base weights under LoRAs."""
     graphs = getattr(model, "graphs", None)
-    return graphs.device_bytes if graphs is not None else 0
+    return (graphs.device_bytes if graphs is not None else 0) + getattr(model, "lora_copies_bytes", 0)
+
+
+def _drop_spares(model: ResidentModule, wanted_bytes: int) -> None:
+    """Give wanted_bytes of that back if there are as many. Copies first: they are for a later change, recordings for the
+    next render."""
+    before = _spare_bytes(model)
+    if getattr(model, "lora_copies_bytes", 0):
+        model.drop_lora_copies()
+    if before - _spare_bytes(model) < max(wanted_bytes, 1) and hasattr(model, "graphs"):
+        model.graphs.close()
 
 
 def make_resident(models: Sequence[DeviceModel], timeline: Timeline, activation_bytes: int) -> None:
@@ -255,7 +299,11 @@ def make_resident(models: Sequence[DeviceModel], timeline: Timeline, activation_
     for patcher in patchers:
         patcher.timeline = timeline
     try:
+        for model in models:
+            model.before_load(timeline)
         load(patchers, memory_required=activation_bytes)
+        for model in models:
+            model.after_load(activation_bytes)
     finally:
         for patcher in patchers:
             patcher.timeline = None
@@ -274,7 +322,10 @@ def cancel_check() -> Callable[[], None]:
     return service("comfy.model_management", "throw_exception_if_processing_interrupted")
 
 
-def _byte_progress(bar, check_cancelled: Callable[[], None]) -> Callable[[int, int], None]:
+def byte_progress() -> Callable[[int, int], None]:
+    """on_progress callback of a read: moves the node's progress bar, and stops the read when the user cancels."""
+    bar, check_cancelled = progress_bar(1), cancel_check()
+
     def on_progress(done: int, total: int) -> None:
         check_cancelled()
         bar.update_absolute(done, total)

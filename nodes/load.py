@@ -9,10 +9,13 @@ from comfy_api.latest import io
 
 from ..ltx_runtime.checkpoint import CheckpointHeader, read_header, require_component
 from ..ltx_runtime.errors import LTXError
+from ..ltx_runtime.lora import LoraSpec, fit_loras, generation_notes
 from ..ltx_runtime.runtime import TransformerModel
+from ..ltx_runtime.timing import Timeline
 from ..ltx_runtime.video_vae import VideoEncoder
 from ..ltx_runtime.video_vae import VideoVAE as VideoVAEModel
 from . import host
+from .lora import LoRA
 
 Model = io.Custom("LTXGRAPH_MODEL")
 VideoVAE = io.Custom("LTXGRAPH_VIDEO_VAE")
@@ -46,6 +49,29 @@ def file_verdict(name: str | None, folders: tuple[str, ...], published: str, com
     return True
 
 
+class TransformerDevice(host.SharedDeviceModel):
+    """What the model socket carries: a transformer, and the LoRAs that its weights have when this socket is used.
+
+    All sockets of one file share the weights. notes: what a user should know of the LoRAs, for the report.
+    Raises CheckpointError, before any weight is read, when a LoRA does not fit.
+    """
+
+    model: TransformerModel
+
+    def __init__(self, path: Path, device: torch.device, loras: tuple[LoraSpec, ...]):
+        key = (path, host.file_state(path), str(device))
+        super().__init__(key, lambda: TransformerModel(read_header(path), device=device), path.name)
+        self.loras = loras
+        adapters = fit_loras(loras, self.model.header)
+        self.notes = generation_notes(adapters, self.model.config.model_version)
+
+    def before_load(self, timeline: Timeline) -> None:
+        self.model.set_loras(self.loras, timeline, host.byte_progress())
+
+    def after_load(self, activation_bytes: int) -> None:
+        self.model.leave_free(activation_bytes)
+
+
 class LTXGraphModelLoader(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -63,6 +89,12 @@ class LTXGraphModelLoader(io.ComfyNode):
                     display_name="transformer",
                     tooltip="A bf16 transformer file from models/diffusion_models (or a 2.3 checkpoint from models/checkpoints).",
                 ),
+                LoRA.Input(
+                    "lora",
+                    optional=True,
+                    tooltip="From LTX Graph LoRA. Loaders of one file share its weights: another chain of LoRAs changes them in "
+                    "place, in seconds, whenever a node uses it, and drops recorded graphs.",
+                ),
             ],
             outputs=[Model.Output(display_name="model")],
         )
@@ -72,13 +104,13 @@ class LTXGraphModelLoader(io.ComfyNode):
         return file_verdict(unet_name, _MODEL_FOLDERS, _MODEL_FILE, "transformer")
 
     @classmethod
-    def fingerprint_inputs(cls, unet_name: str):
+    def fingerprint_inputs(cls, unet_name: str, **_):
         return host.file_state(host.find_model(unet_name, *_MODEL_FOLDERS, published=_MODEL_FILE))
 
     @classmethod
-    def execute(cls, unet_name: str) -> io.NodeOutput:
+    def execute(cls, unet_name: str, lora: tuple[LoraSpec, ...] = ()) -> io.NodeOutput:
         path = checked_file(unet_name, _MODEL_FOLDERS, _MODEL_FILE, "transformer")
-        return io.NodeOutput(host.DeviceModel(TransformerModel(read_header(path), device=host.model_device()), path.name))
+        return io.NodeOutput(TransformerDevice(path, host.model_device(), lora))
 
 
 class VideoVAEDevice(host.DeviceModel):

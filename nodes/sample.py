@@ -191,7 +191,7 @@ def read_job(
             "Remove the node that sets it (an image or a guide), or use the native sampler."
         )
     prompt = read_conditioning(positive, "positive", config)
-    notes = list(prompt.notes)
+    notes = [*model.notes, *prompt.notes]
     if negative is not None:
         notes.append("negative is not used: without guidance there is one pass a step, the positive one")
 
@@ -230,6 +230,7 @@ def read_job(
     )
     settings = {
         "model": model.name,
+        "loras": [{"file": spec.name, "strength": spec.strength} for spec in model.loras],
         "seed": seed,
         "sampler": sampler_name,
         **options,
