@@ -57,7 +57,7 @@ def renders(model, vae, size: str) -> dict:
             if index == 0 and mode == "on":
                 row["capture"] = result.graph["capture"]
         name = "eager" if mode == "off" else "graphed"
-        row[name] = {"wall_ms": statistics.median(walls[1:]), "range_ms": [min(walls[1:]), max(walls[1:])], **timeline.summary()}
+        row[name] = {"median_ms": statistics.median(walls[1:]), "range_ms": [min(walls[1:]), max(walls[1:])], **timeline.summary()}
         row["frames"] = list(frames.shape)
     return row
 
@@ -79,7 +79,7 @@ def words(row: dict) -> str:
     lines = [f"## {row['size']}: {row['frames']}", f"parity: {row['verdict']}", ""]
     for name in ("eager", "graphed"):
         arm = row[name]
-        lines.append(f"{name}: wall {arm['wall_ms']:.0f} ms ({arm['range_ms'][0]:.0f}-{arm['range_ms'][1]:.0f}), "
+        lines.append(f"{name}: median {arm['median_ms']:.0f} ms ({arm['range_ms'][0]:.0f}-{arm['range_ms'][1]:.0f}), "
                      f"phases cover {arm['coverage']:.1%}, unaccounted {arm['unaccounted_ms']:.1f} ms")
         lines.append("| phase | count | wall ms | stream ms | GPU ms | CPU ms | peak GB |")
         lines.append("|---|---|---|---|---|---|---|")
