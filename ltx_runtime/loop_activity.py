@@ -5,6 +5,7 @@ afterwards.
 """
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +23,19 @@ _EDGE_BYTES_PER_STEP = 8
 
 @dataclass(frozen=True)
 class LoopActivity:
-    """resident: None when it could not be measured. words: one plain sentence. step: activity between the kernels of one
-    step, run eager (a recording holds the same kernels). loop: of the whole loop, its edges included. Both as plain values of `GpuActivity.attrs`, with host and device
-    bytes added up."""
+    """resident: None when it could not be measured. words: one plain sentence, begins with "resident: ".
+    step: activity between the kernels of one step, run eager (a recording holds the same kernels). loop: of the whole loop, its
+    edges included. decode: of one decode, when the caller measured one too. All as `plain_activity`.
+    steps: of the loop. took_ms: what the measurement cost.
+    """
 
     resident: bool | None
     words: str
     step: dict[str, Any] | None = None
     loop: dict[str, Any] | None = None
+    decode: dict[str, Any] | None = None
+    steps: int = 0
+    took_ms: float = 0.0
 
 
 def measure_loop_activity(model, request: SampleRequest, *, cuda_graph: str) -> LoopActivity:
@@ -39,6 +45,7 @@ def measure_loop_activity(model, request: SampleRequest, *, cuda_graph: str) -> 
     """
     if model.device.type != "cuda":
         return LoopActivity(None, f"resident: not measured, the model is on {model.device.type}")
+    started = time.perf_counter()
     with torch.inference_mode():
         prepared = prepare(model, request, Timeline(None, device=model.device))
         total = len(prepared.coefficients)
@@ -60,33 +67,53 @@ def measure_loop_activity(model, request: SampleRequest, *, cuda_graph: str) -> 
             return LoopActivity(None, f"resident: not measured, {whole.reason}")
         inputs = prepared.inputs(0, prepared.start)
         step = measure_gpu_busy(lambda: denoise_step(model.module, prepared.constants[0], inputs), device=model.device)
-    return _judged(step, whole, total)
+        if step.reason is not None:
+            return LoopActivity(None, f"resident: not measured, {step.reason}")
+    return judge_activity(plain_activity(step), plain_activity(whole), total, (time.perf_counter() - started) * 1e3)
 
 
-def _judged(step: GpuActivity, whole: GpuActivity, total: int) -> LoopActivity:
-    inside, edges = _moved(step), _moved(whole)
-    waits = None if step.host_waits is None else sum(count for _, count in step.host_waits)
-    edge_waits = None if whole.host_waits is None else sum(count for _, count in whole.host_waits)
-    resident = (
-        inside["host_to_device_bytes"] == 0
-        and inside["device_to_host_bytes"] == 0
-        and waits == 0
-        and edges["host_to_device_bytes"] == 0
-        and edges["device_to_host_bytes"] <= _EDGE_BYTES_PER_STEP * total
-    )
-    words = (
-        f"resident: {'yes' if resident else 'no'}: between the kernels of a step "
-        f"{inside['host_to_device_bytes']} bytes to the device, {inside['device_to_host_bytes']} bytes to the host, {waits} waits; "
-        f"in the whole loop of {total} steps, its edges included, {edges['host_to_device_bytes']} bytes to the device, "
-        f"{edges['device_to_host_bytes']} bytes to the host, {edge_waits} waits"
-    )
-    return LoopActivity(resident, words, step.attrs() | inside, whole.attrs() | edges)
-
-
-def _moved(activity: GpuActivity) -> dict[str, int]:
+def plain_activity(activity: GpuActivity) -> dict[str, Any]:
+    """`GpuActivity.attrs`, with host_to_device_bytes and device_to_host_bytes added up over all copies, and waits: how often
+    the host waited for the device (None where the profiler did not show it)."""
     moved = {"HtoD": 0, "DtoH": 0}
     for copy in activity.memcpys:
         if copy.kind in moved:
             # A torch without activity metadata hides the size: count at least that something moved.
             moved[copy.kind] += 1 if copy.bytes is None else copy.bytes
-    return {"host_to_device_bytes": moved["HtoD"], "device_to_host_bytes": moved["DtoH"]}
+    waits = None if activity.host_waits is None else sum(count for _, count in activity.host_waits)
+    return activity.attrs() | {
+        "host_to_device_bytes": moved["HtoD"],
+        "device_to_host_bytes": moved["DtoH"],
+        "waits": waits,
+    }
+
+
+def judge_activity(step: dict[str, Any], loop: dict[str, Any], total: int, took_ms: float) -> LoopActivity:
+    """Resident or not. step, loop: `plain_activity` of one step and of the whole loop of `total` steps.
+
+    Resident means: no byte and no wait between the kernels of a step, nothing to the device in the whole loop, and to the host
+    only the finite flags at its edge.
+    """
+    resident = (
+        step["host_to_device_bytes"] == 0
+        and step["device_to_host_bytes"] == 0
+        and not step["waits"]
+        and loop["host_to_device_bytes"] == 0
+        and loop["device_to_host_bytes"] <= _EDGE_BYTES_PER_STEP * total
+    )
+    if resident and step["waits"] is None:
+        resident = None  # nothing moved, but nobody saw whether the host waited
+    answer = {True: "yes", False: "no", None: "not known"}[resident]
+    words = (
+        f"resident: {answer}: between the kernels of a step {_moved_words(step)}; "
+        f"in the whole loop of {total} steps, its edges included, {_moved_words(loop)}"
+    )
+    return LoopActivity(resident, words, step, loop, steps=total, took_ms=took_ms)
+
+
+def _moved_words(activity: dict[str, Any]) -> str:
+    waits = activity["waits"]
+    return (
+        f"{activity['host_to_device_bytes']} bytes to the device, {activity['device_to_host_bytes']} bytes to the host, "
+        f"{'an unknown number of' if waits is None else waits} waits"
+    )

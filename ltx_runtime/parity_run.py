@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from .cuda_graph import unavailable_reason
-from .errors import RequestError
+from .errors import CaptureError, RequestError
+from .gpu_activity import measure_gpu_busy
+from .loop_activity import LoopActivity, measure_loop_activity, plain_activity
 from .parity import (
     Arm,
     Comparison,
@@ -45,7 +47,8 @@ class ParityOutcome:
     """One verdict and the pair of clips to show for it: the worst one, where there were several.
 
     names: what the two clips are. frames: the comparison of the two, waveform: that of their sound. clips: (N, H, W, 3)
-    float, on the host. graphs: what each arm says about its CUDA graphs.
+    float, on the host. graphs: what each arm says about its CUDA graphs. activities: what the profiler saw of each arm, where
+    that was asked for.
     """
 
     verdict: Verdict
@@ -54,6 +57,7 @@ class ParityOutcome:
     frames: Comparison
     waveform: Comparison | None = None
     graphs: Mapping[str, dict | None] = field(default_factory=dict)
+    activities: Mapping[str, LoopActivity] = field(default_factory=dict)
 
 
 def judge_clips(
@@ -135,6 +139,7 @@ def run_parity(
     timelines: Callable[[str], Timeline],
     load: Callable[[Timeline], None] = lambda timeline: None,
     without_graphs: str = "",
+    measure_residency: bool = False,
     check_cancelled: Callable[[], None] = lambda: None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ParityOutcome:
@@ -144,6 +149,8 @@ def run_parity(
     first seed only. replays: graphed renders of each seed, in turns, so that every replay finds other inputs than the one
     before. timelines(arm): a new timeline for an arm. load(timeline): brings the weights, in the first arm's timeline.
     without_graphs: why the host forbids graphs, empty when it doesn't.
+    measure_residency: afterwards run the loop of each arm and one decode once more under the profiler, which then slows every
+    launch of the process down; no time in the timelines is touched by it.
     on_progress(done, total): in steps, a decode counting as one.
     Raises RequestError, and all that `sample` and `VideoVAE.decode_raw` raise.
     """
@@ -170,7 +177,34 @@ def run_parity(
     plan = vae.plan(request.video.shape.as_tuple())
     judged = _judged(arms, vae, plan, eager, graphed, repeated, refused, tolerance)
     graphs = {renders[-1].arm: renders[-1].result.graph for renders in (eager, graphed, repeated) if renders}
-    return dataclasses.replace(judged, graphs=graphs)
+    activities = {}
+    if measure_residency:
+        activities = _activities(arms, vae, plan, eager[0], graphed if not refused else [])
+    return dataclasses.replace(judged, graphs=graphs, activities=activities)
+
+
+def _activities(
+    arms: _Arms, vae: VideoVAE, plan: DecodePlan, eager: _Render, graphed: Sequence[_Render]
+) -> dict[str, LoopActivity]:
+    """Each arm under the profiler. Last of all, because the profiler slows every launch after it."""
+    found = {}
+    for arm, cuda_graph in ((EAGER, "off"), (GRAPHED, "on"))[: 2 if graphed else 1]:
+        arms.check_cancelled()
+        try:
+            found[arm] = measure_loop_activity(arms.model, arms.cases[0].request, cuda_graph=cuda_graph)
+        except CaptureError as error:  # the recording had to go meanwhile and could not be made again
+            found[arm] = LoopActivity(None, f"resident: not measured, {error}")
+        arms.timeline(arm).note("sample.measure", found[arm].words)
+    if found[EAGER].loop is not None:
+        arms.check_cancelled()
+        decode = measure_gpu_busy(lambda: vae.decode_raw(eager.result.video, plan=plan), device=vae.device)
+        if decode.reason is None:
+            found = {
+                arm: activity if activity.loop is None else dataclasses.replace(activity, decode=plain_activity(decode))
+                for arm, activity in found.items()
+            }
+    found[REPEATED] = LoopActivity(None, f"resident: not measured, this arm repeats the {EAGER} one")
+    return found
 
 
 class _Counter:
@@ -194,7 +228,7 @@ class _Arms:
         self.timelines: dict[str, Timeline] = {}
         self.check_cancelled = check_cancelled
         self.counter = counter
-        self._model = model
+        self.model = model
         self._new_timeline = timelines
 
     def timeline(self, arm: str) -> Timeline:
@@ -208,7 +242,7 @@ class _Arms:
         with timeline.segment(arm):
             for case in which:
                 result = sample(
-                    self._model,
+                    self.model,
                     self.cases[case].request,
                     cuda_graph=cuda_graph,
                     on_capture_failure="eager",

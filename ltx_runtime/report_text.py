@@ -29,14 +29,27 @@ a new version; a field that changes its meaning or goes makes a new one.
     renders[].steps[].wall_ms               number
     renders[].steps[].gpu_ms                number? kernels' own time, where measured
     renders[].steps[].stream_ms             number? event pair, gaps included
-    renders[].residency.resident            bool?   null when no step was profiled
-    renders[].residency.words               str
-    renders[].residency.profiled_steps      int
-    renders[].residency.host_to_device_bytes int?   in the profiled steps
+    renders[].residency.resident            bool?   null when it was not measured
+    renders[].residency.words               str     one sentence, begins with "resident: "
+    renders[].residency.profiled_steps      int     steps whose inside was measured: 1, or 0
+    renders[].residency.host_to_device_bytes int?   between the kernels of that step
     renders[].residency.device_to_host_bytes int?
     renders[].residency.host_waits          int?    calls in which the host waited for the device
-    renders[].residency.gpu_busy{}          number? share, by phase
+    renders[].residency.took_ms             number? what the measurement cost; it is in no other time of the report
+    renders[].residency.activity[].part     str     "step" (between its kernels, run eager), "loop" (all steps, edges
+                                                    included), "decode" (of one clip)
+    renders[].residency.activity[].gpu_ms   number  union of the intervals in which the GPU worked
+    renders[].residency.activity[].kernels  int
+    renders[].residency.activity[].longest_gap_ms number without any work on the GPU, under the profiler
+    renders[].residency.activity[].host_to_device_bytes int
+    renders[].residency.activity[].device_to_host_bytes int
+    renders[].residency.activity[].host_waits int?
+    renders[].residency.gpu_busy{}          number? share, by phase: from the phase log where it was measured there, else
+                                                    the profiler's GPU time over the unprofiled wall of the same work
     renders[].residency.nvml_zero_share{}   number? share of NVML samples that read 0 % utilisation, by phase
+    residency.arm                           str?    the arm that the sentence is about; null when none was measured
+    residency.resident                      bool?   false as soon as one measured arm is not resident
+    residency.words                         str     the sentence of that arm
 
 Source: design.md sections 5 and 6; issue B points 5 and 8.
 """
@@ -44,25 +57,30 @@ Source: design.md sections 5 and 6; issue B points 5 and 8.
 from __future__ import annotations
 
 import platform
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from .cuda_graph import allocator_backend
+from .loop_activity import LoopActivity
 from .parity import Verdict
 from .timing import Timeline
 
 SCHEMA = "ltxgraph.report/1"
+NOT_MEASURED = "resident: not measured; LTX Graph Parity Run measures it"
 
 
 class Render(Protocol):
-    """What a report needs to know of a render. settings: plain values by name. graph: `SampleResult.graph`."""
+    """What a report needs to know of a render. settings: plain values by name. graph: `SampleResult.graph`. activity: what
+    the profiler saw of the arm, None where nobody measured."""
 
     timeline: Timeline
     settings: Mapping[str, Any]
     notes: Sequence[str]
     graph: Mapping[str, Any] | None
+    activity: LoopActivity | None
 
 
 def json_report(
@@ -73,6 +91,7 @@ def json_report(
     if environment is None:
         devices = [render.timeline.device for render in renders.values()]
         environment = environment_of(devices[0] if devices else torch.device("cpu"))
+    rendered = [_render(name, render) for name, render in renders.items()]
     return {
         "schema": SCHEMA,
         "verdict": {
@@ -81,8 +100,9 @@ def json_report(
             "bit_exact": verdict.bit_exact,
             "numbers": dict(verdict.numbers),
         },
+        "residency": _worst_residency(rendered),
         "environment": dict(environment),
-        "renders": [_render(name, render) for name, render in renders.items()],
+        "renders": rendered,
     }
 
 
@@ -104,56 +124,76 @@ def environment_of(device: torch.device) -> dict[str, Any]:
     }
 
 
-def residency(events: Iterable[Mapping], summary: Mapping, graph: Mapping | None) -> dict[str, Any]:
-    """Did the denoising loop stay on the device? Judged from steps that ran under the profiler, whose phases carry
-    `GpuActivity.attrs()`: no copy to or from the host and no wait of the host inside them.
+def residency(render: Render, summary: Mapping | None = None) -> dict[str, Any]:
+    """Did the denoising loop of this arm stay on the device, and how busy was the GPU in each phase?
 
-    events, summary: of the phase log. graph: `SampleResult.graph`, for the busy share that `auto` measured.
+    The bytes and waits are those of `render.activity`. summary: `render.timeline.summary()`, when it is at hand.
     """
-    profiled = [e["attrs"] for e in events if _is_step(e) and "memcpys" in e["attrs"]]
-    loop = {name: phase for name, phase in summary["phases"].items() if name.startswith("sample.")}
+    phases = (summary or render.timeline.summary())["phases"]
+    activity = render.activity
     # Measuring stretches the measured step's own wall; the engine sets its GPU time against an undisturbed step.
-    busy = {name: phase["gpu_busy"] for name, phase in loop.items() if name != "sample.measure"}
-    if graph and graph.get("measured") and "sample.step" in busy:
-        busy["sample.step"] = graph["measured"]["gpu_busy"]
-    zero = {name: phase["nvml"]["util_zero_share"] if phase["nvml"] else None for name, phase in loop.items()}
-    found = {
-        "resident": None,
-        "words": "resident: not measured, no step ran under the profiler",
-        "profiled_steps": len(profiled),
-        "host_to_device_bytes": None,
-        "device_to_host_bytes": None,
-        "host_waits": None,
+    busy = {name: phase["gpu_busy"] for name, phase in phases.items() if name != "sample.measure"}
+    if render.graph and render.graph.get("measured") and "sample.step" in busy:
+        busy["sample.step"] = render.graph["measured"]["gpu_busy"]
+    parts = {}
+    if activity is not None:
+        parts = {name: part for name in ("step", "loop", "decode") if (part := getattr(activity, name)) is not None}
+        walls = {"step": ("sample.step", _step_wall_ms), "decode": ("decode.video.chunk", _decode_wall_ms)}
+        for part, (name, wall_of) in walls.items():
+            if part in parts and name in busy and busy[name] is None:
+                busy[name] = min(parts[part]["gpu_ms"] / wall_of(render.timeline.events), 1.0)
+    step = parts.get("step", {})
+    return {
+        "resident": activity.resident if activity is not None else None,
+        "words": activity.words if activity is not None else NOT_MEASURED,
+        "profiled_steps": 1 if step else 0,
+        "host_to_device_bytes": step.get("host_to_device_bytes"),
+        "device_to_host_bytes": step.get("device_to_host_bytes"),
+        "host_waits": step.get("waits"),
+        "took_ms": activity.took_ms if parts else None,
+        "activity": [
+            {
+                "part": name,
+                "gpu_ms": part["gpu_ms"],
+                "kernels": part["kernel_count"],
+                "longest_gap_ms": part["longest_gap_ms"],
+                "host_to_device_bytes": part["host_to_device_bytes"],
+                "device_to_host_bytes": part["device_to_host_bytes"],
+                "host_waits": part["waits"],
+            }
+            for name, part in parts.items()
+        ],
         "gpu_busy": busy,
-        "nvml_zero_share": zero,
+        "nvml_zero_share": {
+            name: phase["nvml"]["util_zero_share"] if phase["nvml"] else None for name, phase in phases.items()
+        },
     }
-    if not profiled:
-        return found
-    copies = [_copies(attrs["memcpys"]) for attrs in profiled]
-    unknown = any(attrs["host_waits"] is None for attrs in profiled)
-    waits = sum(sum((attrs["host_waits"] or {}).values()) for attrs in profiled)
-    counts = sum(count for count, _, _ in copies)
-    to_device, to_host = (None if None in column else sum(column) for column in list(zip(*copies))[1:])
-    if counts or waits:
-        resident, answer = False, "no"
-    else:
-        resident, answer = (None, "not known, the profiler did not show the host's calls") if unknown else (True, "yes")
-    facts = [
-        f"{_bytes(to_device)} to the device",
-        f"{_bytes(to_host)} to the host",
-        "waits of the host unknown" if unknown else f"{waits} waits of the host",
-    ]
-    facts += [f"GPU busy {share:.0%} in {name}" for name, share in busy.items() if share is not None]
-    facts += [
-        f"NVML read zero in {share:.0%} of samples in {name}" for name, share in zero.items() if share is not None
-    ]
-    steps = "1 profiled step" if len(profiled) == 1 else f"{len(profiled)} profiled steps"
-    return found | {
-        "resident": resident,
-        "words": f"resident: {answer}; in {steps}: {', '.join(facts)}",
-        "host_to_device_bytes": to_device,
-        "device_to_host_bytes": to_host,
-        "host_waits": None if unknown else waits,
+
+
+def _step_wall_ms(events: Iterable[Mapping]) -> float:
+    """Median wall of the eager steps, none of which ran under the profiler."""
+    return statistics.median(e["wall_ms"] for e in events if e["event"] == "end" and e["phase"] == "sample.step")
+
+
+def _decode_wall_ms(events: Iterable[Mapping]) -> float:
+    """Mean wall of one decode: a decode starts with its chunk 0."""
+    chunks = [e for e in events if e["event"] == "end" and e["phase"] == "decode.video.chunk"]
+    decodes = sum(e["attrs"].get("chunk") == 0 for e in chunks)
+    return sum(e["wall_ms"] for e in chunks) / max(decodes, 1)
+
+
+def _worst_residency(rendered: Sequence[Mapping]) -> dict[str, Any]:
+    """The sentence for the head of the report: a measured "no" before "not known" before "yes", the later arm of equals."""
+    measured = [render for render in rendered if render["residency"]["activity"]]
+    if not measured:
+        words = next((r["residency"]["words"] for r in rendered if r["residency"]["words"] != NOT_MEASURED), NOT_MEASURED)
+        return {"arm": None, "resident": None, "words": words}
+    severity = {True: 0, None: 1, False: 2}
+    shown = max(reversed(measured), key=lambda render: severity[render["residency"]["resident"]])
+    return {
+        "arm": shown["name"],
+        "resident": shown["residency"]["resident"],
+        "words": f"{shown['residency']['words']} ({shown['name']})",
     }
 
 
@@ -166,6 +206,7 @@ def as_text(report: Mapping[str, Any]) -> str:
     )
     lines = [
         f"parity: {report['verdict']['words']}",
+        report["residency"]["words"],
         "",
         f"{environment['device']}, {software}, {environment['platform']}",
     ]
@@ -177,8 +218,26 @@ def as_text(report: Mapping[str, Any]) -> str:
         lines += ["", phase_table(render["timeline"])]
         lines += ["", *_step_lines(render["steps"])] if render["steps"] else []
         lines += ["", *_graph_lines(render["graph"])]
-        lines += ["", render["residency"]["words"]]
+        lines += ["", *_residency_lines(render["residency"])]
     return "\n".join(lines) + "\n"
+
+
+def _residency_lines(residency: Mapping[str, Any]) -> list[str]:
+    lines = [residency["words"]]
+    for part in residency["activity"]:
+        what = {"step": "one step, between its kernels", "loop": "the whole loop, edges included", "decode": "one decode"}
+        waits = "waits unknown" if part["host_waits"] is None else f"{part['host_waits']} waits of the host"
+        lines.append(
+            f"  {what[part['part']]}: {part['kernels']:,} kernels, GPU {_ms(part['gpu_ms'])} ms, "
+            f"{_bytes(part['host_to_device_bytes'])} to the device, {_bytes(part['device_to_host_bytes'])} to the host, "
+            f"{waits}"
+        )
+    if residency["took_ms"] is not None:
+        lines.append(f"  measured in {_ms(residency['took_ms'])} ms after all renders, in none of the times above")
+    for words, shares in (("GPU busy", residency["gpu_busy"]), ("NVML read zero in", residency["nvml_zero_share"])):
+        known = [f"{name} {share:.0%}" for name, share in shares.items() if share is not None]
+        lines += [f"  {words}: {', '.join(known)}"] if known else []
+    return lines
 
 
 def phase_table(summary: Mapping[str, Any]) -> str:
@@ -239,25 +298,12 @@ def _render(name: str, render: Render) -> dict[str, Any]:
         "graph": dict(render.graph) if render.graph is not None else None,
         "timeline": summary,
         "steps": steps,
-        "residency": residency(events, summary, render.graph),
+        "residency": residency(render, summary),
     }
 
 
 def _is_step(event: Mapping) -> bool:
     return event["event"] == "end" and event["phase"].startswith("sample.")
-
-
-def _copies(memcpys: Mapping[str, Mapping]) -> tuple[int, int | None, int | None]:
-    """Copies between host and device: count, bytes to the device, bytes to the host (None: size unknown)."""
-    count, to_device, to_host = 0, 0, 0
-    for kind, total in memcpys.items():
-        if kind.startswith("HtoD"):
-            count += total["count"]
-            to_device = None if to_device is None or total["bytes"] is None else to_device + total["bytes"]
-        elif kind.startswith("DtoH"):
-            count += total["count"]
-            to_host = None if to_host is None or total["bytes"] is None else to_host + total["bytes"]
-    return count, to_device, to_host
 
 
 def _heading(words: str) -> str:

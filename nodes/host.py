@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from ..ltx_runtime.errors import LTXError, RequestError
+from ..ltx_runtime.loop_activity import LoopActivity
 from ..ltx_runtime.residency import ResidentModule
 from ..ltx_runtime.timing import Timeline, new_render_id
 from . import live
@@ -396,7 +397,8 @@ def indexed_noise(samples: Any, seed: int, batch_index: Sequence[int]) -> Any:
 class RenderReport:
     """What LTXGRAPH_REPORT carries from node to node: the render's timeline, and what its nodes decided.
 
-    settings: plain values by name; notes: sentences for the user; graph: what the sampler says about CUDA graphs.
+    settings: plain values by name; notes: sentences for the user; graph: what the sampler says about CUDA graphs;
+    activity: what the profiler saw of this arm, when somebody asked for that.
     Never changed in place: every node returns a new one.
     """
 
@@ -404,6 +406,7 @@ class RenderReport:
     settings: dict[str, Any]
     notes: tuple[str, ...] = ()
     graph: dict[str, Any] | None = None
+    activity: LoopActivity | None = None
 
     def __repr__(self) -> str:
         return f"<render {self.timeline.render_id}, {len(self.timeline.events)} events>"

@@ -132,6 +132,15 @@ class LTXGraphParityRun(io.ComfyNode):
                 *_judging_inputs(),
                 *arithmetic_inputs(),
                 *optional_sampling_inputs(),
+                io.Boolean.Input(
+                    "measure_residency",
+                    default=True,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Afterwards run each arm once more under the profiler and report copies, waits and GPU time. Costs "
+                    "two renders and a decode, and some seconds the first time; every launch after that is slower until "
+                    "ComfyUI is restarted (eager steps of small clips by up to a half).",
+                ),
             ],
             outputs=_outputs(),
         )
@@ -150,6 +159,7 @@ class LTXGraphParityRun(io.ComfyNode):
         seeds: int,
         tolerance: float,
         on_difference: str,
+        measure_residency: bool = True,
         **inputs,
     ) -> io.NodeOutput:
         job = read_job(model, **inputs)
@@ -178,6 +188,7 @@ class LTXGraphParityRun(io.ComfyNode):
                 tolerance=tolerance,
                 timelines=timeline_of,
                 without_graphs=cuda_graphs_refused(),
+                measure_residency=measure_residency,
                 check_cancelled=host.cancel_check(),
                 on_progress=host.step_progress(),
             )
@@ -188,6 +199,7 @@ class LTXGraphParityRun(io.ComfyNode):
                 feed.close()
         settings = job.settings | {"video_vae": video_vae.name, "replays": replays, "seeds": seeds}
         renders = {
-            arm: host.RenderReport(timeline, settings, job.notes, outcome.graphs.get(arm)) for arm, timeline in logs.items()
+            arm: host.RenderReport(timeline, settings, job.notes, outcome.graphs.get(arm), outcome.activities.get(arm))
+            for arm, timeline in logs.items()
         }
         return _finished(cls, outcome.verdict, outcome.clips, outcome.names, outcome.frames, None, renders, on_difference)

@@ -117,6 +117,14 @@ def test_without_cuda_eager_is_repeated_and_nothing_passes(models, request_):
     assert all(done <= total for done, total in progress)
 
 
+def test_residency_on_the_cpu_is_not_measured_and_says_so(models, request_):
+    outcome = run_parity(
+        *models, request_, replays=1, seeds=1, tolerance=0.0, timelines=lambda arm: Timeline(None), measure_residency=True
+    )
+    assert outcome.activities["eager"].words == "resident: not measured, the model is on cpu"
+    assert set(outcome.activities) == {"eager", "eager repeated"}
+
+
 def test_the_hosts_refusal_is_the_reason(models, request_):
     outcome = run_parity(
         *models, request_, replays=1, seeds=1, tolerance=0.0, timelines=lambda arm: Timeline(None), without_graphs="graphs forbidden"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ltx_runtime import report_text
+from ltx_runtime.loop_activity import LoopActivity
 from ltx_runtime.parity import Arm, Trial, compare_frames, frame_range, judge
 from ltx_runtime.report_text import as_text, environment_of, json_report, phase_table, residency, text_report
 from ltx_runtime.timing import Timeline
@@ -63,6 +64,19 @@ class Render:
     settings: dict = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     graph: dict | None = None
+    activity: LoopActivity | None = None
+
+
+def part(gpu_ms: float, to_device: int = 0, to_host: int = 0, waits: int | None = 0) -> dict:
+    """As `loop_activity.plain_activity` leaves it."""
+    return {"gpu_ms": gpu_ms, "kernel_count": 9195, "longest_gap_ms": 0.25, "host_to_device_bytes": to_device,
+            "device_to_host_bytes": to_host, "waits": waits}
+
+
+def measured(answer: bool | None = True, **parts) -> LoopActivity:
+    word = {True: "yes", False: "no", None: "not known"}[answer]
+    parts = {"step": part(0.001), "loop": part(900.0, to_host=64, waits=8)} | parts
+    return LoopActivity(answer, f"resident: {word}: between the kernels of a step ...", **parts, steps=8, took_ms=2345.6)
 
 
 def rendered(graph=NO_GRAPH, renders=1, **attrs) -> Render:
@@ -122,6 +136,7 @@ def test_the_json_report_is_what_the_module_documents(graph):
     report = json.loads(json.dumps(report, allow_nan=False))
     assert len(documented()) > 25
     assert problems(report, documented()) == []
+    assert report["residency"] == {"arm": None, "resident": None, "words": report_text.NOT_MEASURED}
     assert report["schema"] == "ltxgraph.report/1" and [r["name"] for r in report["renders"]] == ["eager", "graphed"]
 
 
@@ -158,7 +173,7 @@ def test_the_text_says_what_a_person_asks_for():
         "unaccounted",
         "CUDA graph: requested on, ran eager",
         "decision: eager: no CUDA",
-        "resident: not measured, no step ran under the profiler",
+        "resident: not measured; LTX Graph Parity Run measures it",
     ):
         assert words in text, words
     assert text.isascii() and max(map(len, text.splitlines())) < 160
@@ -206,30 +221,73 @@ def test_a_failed_phase_is_in_the_table():
     assert "failed in sample.step: KeyError" in phase_table(timeline.summary())
 
 
-def profiled(memcpys: dict, host_waits: dict | None) -> dict:
-    timeline = rendered(memcpys=memcpys, host_waits=host_waits).timeline
-    return residency(timeline.events, timeline.summary(), CAPTURED)
+def with_activity(activity: LoopActivity, graph=NO_GRAPH) -> Render:
+    render = rendered(graph)
+    render.activity = activity
+    return render
 
 
-def test_resident_is_yes_only_without_copies_and_waits():
-    on_device = {"DtoD (Device -> Device)": {"count": 4, "bytes": 4096}}
-    found = profiled(on_device, {})
-    assert found["resident"] is True and (found["profiled_steps"], found["host_to_device_bytes"]) == (3, 0)
-    assert found["words"] == (
-        "resident: yes; in 3 profiled steps: 0 bytes to the device, 0 bytes to the host, 0 waits of the host, "
-        "GPU busy 49% in sample.step"
-    )
-    copied = profiled(on_device | {"HtoD (Pinned -> Device)": {"count": 1, "bytes": 512}}, {})
-    assert copied["resident"] is False and copied["host_to_device_bytes"] == 3 * 512
-    assert copied["words"].startswith("resident: no; in 3 profiled steps: 1536 bytes to the device")
-    waited = profiled({}, {"cudaStreamSynchronize": 2})
-    assert waited["resident"] is False and waited["host_waits"] == 6
+def test_what_the_profiler_saw_is_in_the_report_as_documented():
+    arms = {"eager": with_activity(measured(decode=part(120.0))), "graphed": with_activity(measured()), "repeated": rendered()}
+    report = json.loads(json.dumps(json_report(verdict(), arms), allow_nan=False))
+    assert problems(report, documented()) == []
+    found = report["renders"][0]["residency"]
+    assert found["resident"] is True and found["profiled_steps"] == 1 and found["took_ms"] == 2345.6
+    assert (found["host_to_device_bytes"], found["device_to_host_bytes"], found["host_waits"]) == (0, 0, 0)
+    loop = {name: value for name, value in found["activity"][1].items() if name != "longest_gap_ms"}
+    assert [activity["part"] for activity in found["activity"]] == ["step", "loop", "decode"]
+    assert loop == {"part": "loop", "gpu_ms": 900.0, "kernels": 9195, "host_to_device_bytes": 0,
+                    "device_to_host_bytes": 64, "host_waits": 8}
+    assert report["renders"][2]["residency"]["resident"] is None
 
 
-def test_resident_is_not_claimed_when_something_was_not_seen():
-    assert profiled({}, None)["resident"] is None
-    unsized = profiled({"DtoH (Device -> Pageable)": {"count": 1, "bytes": None}}, {})
-    assert unsized["resident"] is False and unsized["device_to_host_bytes"] is None
+@pytest.mark.parametrize(
+    ("answers", "arm", "resident"),
+    [((True, True), "graphed", True), ((False, True), "eager", False), ((None, True), "eager", None),
+     ((True, None), "graphed", None), ((None, False), "graphed", False)],
+)
+def test_the_head_of_the_report_carries_the_worst_answer(answers, arm, resident):
+    arms = {name: with_activity(measured(answer)) for name, answer in zip(("eager", "graphed"), answers)}
+    report = json_report(verdict(), arms)
+    assert (report["residency"]["arm"], report["residency"]["resident"]) == (arm, resident)
+    words = {True: "yes", False: "no", None: "not known"}[resident]
+    assert as_text(report).splitlines()[1] == f"resident: {words}: between the kernels of a step ... ({arm})"
+
+
+def test_the_head_says_why_nothing_was_measured():
+    arms = {"eager": with_activity(LoopActivity(None, "resident: not measured, the model is on cpu")), "other": rendered()}
+    report = json_report(verdict(), arms)
+    assert report["residency"] == {"arm": None, "resident": None, "words": "resident: not measured, the model is on cpu"}
+
+
+def test_busy_and_idle_shares_by_phase_stand_in_the_report():
+    render = rendered()
+    with render.timeline.segment("decode"), render.timeline.phase("decode.video.chunk", chunk=0):
+        sum(range(100_000))
+    events = [e for e in render.timeline.events if e["event"] == "end"]
+    wall_ms = sorted(e["wall_ms"] for e in events if e["phase"] == "sample.step")[1]
+    decode_ms = next(e["wall_ms"] for e in events if e["phase"] == "decode.video.chunk")
+    for event in events:  # as NVML would have left them
+        event["nvml"] = {"util_mean": 0.5, "util_zero_share": 0.25, "samples": 4}
+    render.activity = measured(step=part(wall_ms / 2), decode=part(decode_ms / 4))
+    found = residency(render)
+    assert found["gpu_busy"]["sample.step"] == pytest.approx(0.5)
+    assert found["gpu_busy"]["decode.video.chunk"] == pytest.approx(0.25)
+    assert found["gpu_busy"]["prepare.constants"] is None, "nobody measured it"
+    assert set(found["nvml_zero_share"].values()) == {0.25}
+    text = text_report(verdict(), {"eager": render})
+    for words in (
+        "one step, between its kernels: 9,195 kernels, GPU ",
+        "the whole loop, edges included: 9,195 kernels, GPU 900.0 ms, 0 bytes to the device, 64 bytes to the host, 8 waits",
+        "measured in 2346 ms after all renders",
+        "GPU busy: sample.step 50%, decode.video.chunk 25%",
+        "NVML read zero in: prepare.constants 25%, sample.step 25%, decode.video.chunk 25%",
+    ):
+        assert words in text, words
+
+
+def test_what_auto_measured_is_the_busy_share_of_a_step():
+    assert residency(with_activity(measured(), CAPTURED))["gpu_busy"]["sample.step"] == 0.489
 
 
 def test_the_environment_of_the_cpu():
