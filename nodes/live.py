@@ -14,7 +14,7 @@ from aiohttp import web
 from ..ltx_runtime.parity import Verdict
 from ..ltx_runtime.report_text import Render, residency
 from ..ltx_runtime.timeline_view import RENDER_ID, compact, read_timeline
-from ..ltx_runtime.timing import Timeline, summarize
+from ..ltx_runtime.timing import Timeline
 
 MESSAGE = "ltxgraph.phase"
 OUTPUT = "ltxgraph_timeline"
@@ -88,6 +88,7 @@ def shown(renders: Mapping[str, Render], verdict: Verdict | None = None) -> dict
             {
                 "render": render.timeline.render_id,
                 "name": name,
+                "events": len(render.timeline.events),
                 "residency": residency(render)["words"],
             }
             for name, render in renders.items()
