@@ -13,6 +13,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from ltx_runtime.audio_vae import AudioVAE  # noqa: E402
 from ltx_runtime.checkpoint import CheckpointHeader, TensorSpec  # noqa: E402
 from ltx_runtime.conditioning import audio_state, text_to_video_state  # noqa: E402
 from ltx_runtime.cuda_graph import allocator_backend  # noqa: E402
@@ -21,32 +22,59 @@ from ltx_runtime.sampler import SampleRequest, TextFeatures  # noqa: E402
 from ltx_runtime.schedules import distilled_sigmas  # noqa: E402
 from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape, audio_latent_frames  # noqa: E402
 from ltx_runtime.tiny import fill_random  # noqa: E402
+from ltx_runtime.upsampler import LatentUpsampler  # noqa: E402
 from ltx_runtime.video_vae import VideoVAE  # noqa: E402
+from ltx_runtime.video_vae.encode import VideoEncoder  # noqa: E402
 
 FRAMES, FRAME_RATE = 121, 24.0
 SIZES = {"S0": (384, 256), "S1": (768, 512), "S2": (1536, 1024)}
-_BYTES = {"BF16": 2, "F32": 4}
+_BYTES = {"BF16": 2, "F32": 4, "I64": 8}
 
 
-class RandomTransformer(TransformerModel):
-    """The published 22B layout, filled on the device."""
+class _RandomWeights:
+    """Beside a ResidentModule: the weights are random, filled on the device, instead of read from the file."""
 
-    def __init__(self, device: torch.device, seed: int = 0):
-        super().__init__(_published_header("transformer-22b", "transformer"), device=device)
-        self._seed = seed
+    published: tuple[str, str]  # manifest and config name, component
+
+    def __init__(self, device: torch.device):
+        super().__init__(_published_header(*self.published), device=device)
 
     def _fill(self, module, timeline, on_progress):
-        fill_random(module, device=self.device, seed=self._seed)
+        fill_random(module, device=self.device)
 
 
-class RandomVideoVAE(VideoVAE):
-    """The published conv video VAE's decoder, filled on the device."""
+class RandomTransformer(_RandomWeights, TransformerModel):
+    """The published 22B layout."""
 
-    def __init__(self, device: torch.device, seed: int = 0):
-        super().__init__(_published_header("video_vae_conv", "video_vae_conv"), device=device)
-        self._seed = seed
+    published = ("transformer-22b", "transformer")
 
-    _fill = RandomTransformer._fill
+
+class RandomVideoVAE(_RandomWeights, VideoVAE):
+    """The decoder of the published conv video VAE."""
+
+    published = ("video_vae_conv", "video_vae_conv")
+
+
+class RandomVideoEncoder(_RandomWeights, VideoEncoder):
+    """The encoder of the published video VAEs."""
+
+    published = ("video_vae_conv", "video_vae_conv")
+
+
+class RandomUpsampler(_RandomWeights, LatentUpsampler):
+    """The published spatial x2 upsampler."""
+
+    published = ("latent_upsampler_spatial_x2", "latent_upsampler")
+
+
+class RandomAudioVAE(_RandomWeights, AudioVAE):
+    """The published audio VAE and vocoder."""
+
+    published = ("audio_vae", "audio_vae")
+
+    def _fill(self, module, timeline, on_progress):
+        super()._fill(module, timeline, on_progress)
+        module.prepare()
 
 
 def request(size: str, *, seed: int = 1, prompt: int = 1, audio: bool = True) -> SampleRequest:

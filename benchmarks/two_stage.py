@@ -1,0 +1,164 @@
+"""The distilled two-stage render with sound, 384x256 -> 768x512, text and image to video: phases, and eager against graphed.
+
+    python3 dev.py bench two_stage [t2v i2v] [--replays 3] [--json FILE]
+
+Two requests (seed and prompt both differ) are rendered eager and, three times in turns, graphed; frames and waveform are
+compared bit for bit. Weights are random: times, memory and bits are real, pictures and sound are not.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+
+import torch
+from full_size import (
+    FRAME_RATE,
+    RandomAudioVAE,
+    RandomTransformer,
+    RandomUpsampler,
+    RandomVideoEncoder,
+    RandomVideoVAE,
+    environment,
+    request,
+)
+from ltx_runtime.conditioning import audio_state, replace_frame, text_to_video_state
+from ltx_runtime.sampler import sample
+from ltx_runtime.schedules import distilled_stage2_sigmas
+from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape
+from ltx_runtime.timing import Timeline
+
+
+class Models:
+    def __init__(self, device: torch.device):
+        self.transformer = RandomTransformer(device)
+        self.upsampler = RandomUpsampler(device)
+        self.vae = RandomVideoVAE(device)
+        self.audio_vae = RandomAudioVAE(device)
+        self.encoder = RandomVideoEncoder(device)
+        for model in vars(self).values():
+            model.ensure_resident()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kinds", nargs="*", default=["t2v", "i2v"], choices=["t2v", "i2v"])
+    parser.add_argument("--replays", type=int, default=3)
+    parser.add_argument("--json", help="write the full numbers here")
+    arguments = parser.parse_args()
+    models = Models(torch.device("cuda", 0))
+    rows = []
+    for kind in arguments.kinds:
+        rows.append(measure(models, kind, arguments.replays))
+        print(words(rows[-1]), flush=True)
+    again = render(models, "t2v", 1, "on")[2] if len(arguments.kinds) == 2 else None
+    counters = models.transformer.graphs.counters
+    result = {
+        "benchmark": "two_stage",
+        "environment": environment(),
+        "rows": rows,
+        "t2v_after_i2v": None if again is None else [graph["steps"] for graph in again],
+        "captures": counters.captures,
+        "hits": counters.hits,
+    }
+    print(f"captures {counters.captures}, hits {counters.hits}; t2v after i2v: {result['t2v_after_i2v']}")
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(result, file, indent=1)
+    print(json.dumps(result))
+
+
+def render(models: Models, kind: str, case: int, mode: str) -> tuple[torch.Tensor, torch.Tensor, list[dict], Timeline, float]:
+    """Frames, waveform, graph accounts of both stages, timeline, wall ms."""
+    timeline = Timeline(None, device=models.transformer.device)
+    first = request("S0", seed=case, prompt=case)
+    if kind == "i2v":
+        first = dataclasses.replace(first, noise_convention="reference")
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    with timeline.segment("stage 1"):
+        if kind == "i2v":
+            picture = torch.rand(1, 512, 768, 3, generator=torch.Generator().manual_seed(case))
+            small, large = (
+                models.encoder.encode(picture, size=size, timeline=timeline) for size in ((384, 256), (768, 512))
+            )
+            first = dataclasses.replace(first, video=replace_frame(first.video.to(small.device), 0, small, 0.7))
+        one = sample(models.transformer, first, cuda_graph=mode, timeline=timeline)
+    with timeline.segment("upscale"):
+        upscaled = models.upsampler.upscale(one.video, models.vae.module.per_channel_statistics, timeline=timeline)
+    with timeline.segment("stage 2"):
+        video = text_to_video_state(VideoLatentShape(*upscaled.shape), FRAME_RATE, upscaled)
+        if kind == "i2v":
+            video = replace_frame(video, 0, large, 1.0)
+        second = dataclasses.replace(
+            first,
+            video=video,
+            audio=audio_state(AudioLatentShape(*one.audio.shape), one.audio),
+            sigmas=distilled_stage2_sigmas(),
+            sampler="euler",
+        )
+        two = sample(models.transformer, second, cuda_graph=mode, timeline=timeline)
+    with timeline.segment("decode"):
+        frames = models.vae.decode(two.video, timeline=timeline)
+        waveform = models.audio_vae.decode(two.audio, timeline=timeline).cpu()
+    wall_ms = (time.perf_counter() - started) * 1e3
+    return frames, waveform, [one.graph, two.graph], timeline, wall_ms
+
+
+def measure(models: Models, kind: str, replays: int) -> dict:
+    cases = (1, 2)
+    render(models, kind, 1, "off")
+    eager, eager_walls, graphed_walls, equal = {}, [], [], []
+    for case in cases:
+        *eager[case], _, eager_timeline, wall = render(models, kind, case, "off")
+        eager_walls.append(wall)
+    capture = None
+    for replay in range(replays):
+        for case in cases:
+            frames, waveform, graphs, timeline, wall = render(models, kind, case, "on")
+            equal += [torch.equal(frames, eager[case][0]), torch.equal(waveform, eager[case][1])]
+            if replay == 0 and case == cases[0]:
+                capture = [graph.get("capture") for graph in graphs]
+            else:
+                graphed_walls.append(wall)
+    different = not torch.equal(eager[1][0], eager[2][0]) and not torch.equal(eager[1][1], eager[2][1])
+    return {
+        "kind": kind,
+        "frames": list(frames.shape),
+        "waveform": list(waveform.shape),
+        "frames_and_waveform_equal": all(equal),
+        "comparisons": len(equal),
+        "the_two_requests_differ": different,
+        "saturated_share": float(((frames == 0) | (frames == 1)).float().mean()),
+        "eager_ms": [min(eager_walls), max(eager_walls)],
+        "graphed_ms": statistics.median(graphed_walls),
+        "graphed_range_ms": [min(graphed_walls), max(graphed_walls)],
+        "capture": capture,
+        "eager": eager_timeline.summary(),
+        "graphed": timeline.summary(),
+        "steps": [graph["steps"] for graph in graphs],
+    }
+
+
+def words(row: dict) -> str:
+    lines = [
+        f"## {row['kind']}: frames {row['frames']}, waveform {row['waveform']}",
+        f"frames and waveform graphed = eager: {row['frames_and_waveform_equal']} in {row['comparisons']} comparisons; "
+        f"requests differ: {row['the_two_requests_differ']}; saturated {row['saturated_share']:.1%}",
+        f"eager {row['eager_ms'][0]:.0f}-{row['eager_ms'][1]:.0f} ms, graphed {row['graphed_ms']:.0f} "
+        f"({row['graphed_range_ms'][0]:.0f}-{row['graphed_range_ms'][1]:.0f}) ms, graphed phases cover {row['graphed']['coverage']:.1%}",
+        "| phase | count | eager ms | graphed ms | peak GB |",
+        "|---|---|---|---|---|",
+    ]
+    phases = {**row["eager"]["phases"], **row["graphed"]["phases"]}
+    for phase, numbers in phases.items():
+        walls = [row[arm]["phases"].get(phase, {}).get("wall_ms") for arm in ("eager", "graphed")]
+        cells = " | ".join("-" if wall is None else f"{wall:.1f}" for wall in walls)
+        lines.append(f"| {phase} | {numbers['count']} | {cells} | {(numbers['mem_peak_bytes'] or 0) / 1e9:.1f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
