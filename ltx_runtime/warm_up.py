@@ -1,12 +1,15 @@
 """Capture before it is needed, so that a served request never captures."""
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
+from .request import check_request
 from .sampler import SampleRequest, prepare
 from .step_runner import StepRunner
 from .timing import Timeline
-
 
 
 def warm_up(
@@ -19,6 +22,7 @@ def warm_up(
     the phases sample.warmup and sample.capture. Raises what `sample` raises before its first step.
     """
     timeline = timeline or Timeline(None, device=model.device)
+    check_request(request, model.config)
     model.ensure_resident(timeline)
     with torch.inference_mode():
         prepared = prepare(model, request, timeline)
@@ -35,3 +39,15 @@ def warm_up(
             for index in {id(constants): i for i, constants in reversed(list(enumerate(prepared.constants)))}.values():
                 runner.capture_ahead(index, prepared.inputs(index, prepared.start, prepared.start))
     return runner.account
+
+
+def recorded_words(graph: Mapping[str, Any]) -> str:
+    """What a warm-up left behind, from its account (`SampleResult.graph`)."""
+    if graph.get("fallback"):
+        return f"nothing recorded: {graph['fallback']}"
+    capture = graph.get("capture")
+    if capture is None:
+        return "recorded already: the next render of this shape replays at once"
+    took_ms = capture["warmup_ms"] + capture["capture_ms"] + capture["first_replay_ms"]
+    held = (capture["static_bytes"] + capture["graph_bytes"]) / 2**20
+    return f"recorded in {took_ms:.0f} ms, holds {held:.0f} MiB: the next render of this shape replays at once"

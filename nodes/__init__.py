@@ -20,6 +20,7 @@ NODES = (
     ("duration", "LTXGraphDuration"),
     ("encode", "LTXGraphVideoEncode"),
     ("audio", "LTXGraphAudioEncode"),
+    ("warm_up", "LTXGraphWarmUp"),
     ("sample", "LTXGraphSampler"),
     ("upscale", "LTXGraphLatentUpscale"),
     ("decode", "LTXGraphVideoDecode"),

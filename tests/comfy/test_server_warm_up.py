@@ -1,0 +1,49 @@
+"""LTX Graph Warm Up through a real ComfyUI without CUDA: it passes the model through, says why, and changes no pixel."""
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import prompts
+import pytest
+from prompts import node
+
+WORDS = "nothing recorded: no CUDA"
+
+
+@pytest.fixture
+def warmed() -> dict:
+    """A render whose model and report come through the warm-up."""
+    prompt = prompts.render()
+    given = prompt["sampler"]["inputs"]
+    left_out = ("seed", "cuda_graph", "report")
+    prompt["warm_up"] = node("LTXGraphWarmUp", **{name: value for name, value in given.items() if name not in left_out})
+    given |= {"model": ["warm_up", 0], "report": ["warm_up", 1], "cuda_graph": "on"}
+    return prompt
+
+
+def test_the_render_behind_it_is_the_same_and_stands_in_one_log(client, base, warmed, frames_of):
+    plain = prompts.render()
+    # `steps` has no effect on the distilled schedule; another value makes both run.
+    plain["sampler"]["inputs"]["steps"] = warmed["sampler"]["inputs"]["steps"] = 41
+    expected = frames_of(client.run(plain))
+    run = client.run(warmed)
+    assert np.array_equal(frames_of(run), expected)
+    assert run.outputs["warm_up"]["text"] == [WORDS]
+    newest = max((base / "output" / "ltxgraph").glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+    events = [json.loads(line) for line in newest.read_text(encoding="utf-8").splitlines()]
+    nodes = [event["attrs"]["name"] for event in events if event["phase"] == "segment" and event["event"] == "begin"]
+    assert nodes == ["LTXGraphWarmUp", "LTXGraphSampler", "LTXGraphVideoDecode"]
+    assert [e["message"] for e in events if e["phase"] == "sample.warmup" and e["event"] == "note"] == [WORDS]
+
+
+def test_alone_it_is_a_whole_workflow(client, warmed):
+    run = client.run({name: warmed[name] for name in ("model", "positive", "latent", "warm_up")})
+    assert run.outcome == "execution_success", run.error
+    assert run.outputs["warm_up"]["text"] == [WORDS]
+
+
+def test_it_can_be_told_to_fail(client, warmed):
+    warmed["warm_up"]["inputs"]["on_capture_failure"] = "error"
+    run = client.run({name: warmed[name] for name in ("model", "positive", "latent", "warm_up")})
+    assert run.outcome == "execution_error" and WORDS in run.error
