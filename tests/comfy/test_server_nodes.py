@@ -24,6 +24,10 @@ NODES = {
         "model", "positive", "negative", "latent_image", "seed", "noise", "schedule", "steps", "sigmas", "sampler_name", "sampler",
         "cuda_graph", "on_capture_failure", "noise_convention", "compatibility", "report",
     },
+    "LTXGraphWarmUp": {
+        "model", "positive", "negative", "latent_image", "schedule", "steps", "sigmas", "sampler_name", "sampler",
+        "on_capture_failure", "noise_convention", "compatibility", "report",
+    },
     "LTXGraphVideoDecode": {"video_vae", "samples", "temporal_size", "report"},
     "LTXGraphTimingParity": {
         "frames_a", "frames_b", "audio_a", "audio_b", "report_a", "report_b", "tolerance", "on_difference",
