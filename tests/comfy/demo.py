@@ -6,6 +6,7 @@ Works in DEMO_DIR/base, a ComfyUI base directory of its own, made anew each time
 decoded and its frames counted, and the verdicts are what this machine should give: `equal` with CUDA; without it the
 graph arm can't run, so `not tested`, with the eager arm repeated and equal.
 """
+
 from __future__ import annotations
 
 import json
@@ -29,7 +30,7 @@ class DemoFailed(Exception):
 
 
 class ProgressLine:
-    """The running node and its bar, rewritten on a terminal; elsewhere one line for each node that had more than one step."""
+    """The running node and its bar, rewritten on a terminal; elsewhere a line for each node of more than one step."""
 
     def __init__(self, workflow: dict[str, dict]):
         self._titles = {node_id: node["_meta"]["title"] for node_id, node in workflow.items()}
@@ -133,7 +134,8 @@ def main(demo: Path) -> None:
     print("starting ComfyUI", flush=True)
     with ComfyServer(base, dev.comfyui_dir(), overlay=dev.overlay_dir(), cpu=not cuda) as server:
         version = server.client().system_stats()["system"]["comfyui_version"]
-        print(f"ComfyUI {version} at {server.url}, {'CUDA' if cuda else 'CPU'}, log {server.log_path.relative_to(demo.parent)}")
+        print(f"ComfyUI {version} at {server.url} on {'CUDA' if cuda else 'CPU'}")
+        show(demo, "server log", server.log_path)
         text_to_video(demo, server, expected)
         parity_run(demo, server, expected)
     print(

@@ -26,8 +26,8 @@ def parity_run() -> dict:
         del inputs[name]
     for name in ("sampler", "decode", "save"):
         del prompt[name]
-    prompt["parity"] = node("LTXGraphParityRun", **inputs, video_vae=["video_vae", 0], replays=3, seeds=2, tolerance=0.0,
-                            on_difference="report")
+    inputs |= {"video_vae": ["video_vae", 0], "replays": 3, "seeds": 2, "tolerance": 0.0, "on_difference": "report"}
+    prompt["parity"] = node("LTXGraphParityRun", **inputs)
     return prompt
 
 

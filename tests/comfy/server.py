@@ -2,6 +2,7 @@
 
 ComfyUI is GPL-3.0 and stays outside: it is started as a program and spoken to over loopback, never imported here.
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -85,8 +86,11 @@ def make_base(base: Path) -> Path:
     """An empty ComfyUI base directory whose first page load puts no tutorial over the canvas."""
     for folder in ("custom_nodes", "input", "output", "temp", "models/diffusion_models", "models/vae", "user/default"):
         (base / folder).mkdir(parents=True, exist_ok=True)
-    settings = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False,
-                "LiteGraph.Canvas.MinFontSizeForLOD": 0}
+    settings = {
+        "Comfy.TutorialCompleted": True,
+        "Comfy.Minimap.Visible": False,
+        "LiteGraph.Canvas.MinFontSizeForLOD": 0,
+    }
     (base / "user/default/comfy.settings.json").write_text(json.dumps(settings), encoding="utf-8")
     return base
 
@@ -110,9 +114,15 @@ def install_tiny(base: Path, seed: int = 0) -> None:
     from ltx_runtime.tiny import write_tiny_checkpoints
 
     folders = {
-        "transformer": "models/diffusion_models", "video_vae": "models/vae", "positive": "input", "negative": "input",
-        "spatial_upscaler": "models/latent_upscale_models", "temporal_upscaler": "models/latent_upscale_models",
-        "duration_head": "models/model_patches", "lora": "models/loras", "audio_vae": "models/vae",
+        "transformer": "models/diffusion_models",
+        "video_vae": "models/vae",
+        "positive": "input",
+        "negative": "input",
+        "spatial_upscaler": "models/latent_upscale_models",
+        "temporal_upscaler": "models/latent_upscale_models",
+        "duration_head": "models/model_patches",
+        "lora": "models/loras",
+        "audio_vae": "models/vae",
     }
     with tempfile.TemporaryDirectory() as written:
         for part, path in write_tiny_checkpoints(written, seed=seed).items():
@@ -129,8 +139,14 @@ def free_port() -> int:
 def comfyui_environment(overlay: Path | None = None) -> dict[str, str]:
     """Environment of a process that imports ComfyUI: stubs on the path, nothing of ours, no look-ups outside."""
     search = [str(overlay)] if overlay and overlay.is_dir() else []
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([*search, str(STUBS)]), "PYTHONUNBUFFERED": "1",
-            "PYTHONIOENCODING": "utf-8", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*search, str(STUBS)]),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONIOENCODING": "utf-8",
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+    }
 
 
 class ComfyServer:
@@ -140,8 +156,9 @@ class ComfyServer:
     base/comfyui.log. cpu=False leaves the device to ComfyUI.
     """
 
-    def __init__(self, base: Path, comfyui: Path, *, overlay: Path | None = None, cpu: bool = True,
-                 arguments: Sequence[str] = ()):
+    def __init__(
+        self, base: Path, comfyui: Path, *, overlay: Path | None = None, cpu: bool = True, arguments: Sequence[str] = ()
+    ):
         self.base = base
         self.log_path = base / "comfyui.log"
         self._comfyui = comfyui
@@ -182,11 +199,29 @@ class ComfyServer:
 
     def _launch(self) -> None:
         self.port = free_port()
-        command = [sys.executable, "main.py", "--listen", "127.0.0.1", "--port", str(self.port), "--base-directory",
-                   str(self.base), "--database-url", "sqlite:///:memory:", "--disable-api-nodes", *self._arguments]
+        command = [
+            sys.executable,
+            "main.py",
+            "--listen",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--base-directory",
+            str(self.base),
+            "--database-url",
+            "sqlite:///:memory:",
+            "--disable-api-nodes",
+            *self._arguments,
+        ]
         with open(self.log_path, "wb") as log:
-            self._process = subprocess.Popen(command, cwd=self._comfyui, env=self._environment, stdin=subprocess.DEVNULL,
-                                             stdout=log, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen(
+                command,
+                cwd=self._comfyui,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
 
     def _wait_until_ready(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -270,8 +305,14 @@ class ComfyClient:
         query = urllib.parse.urlencode({key: file[key] for key in ("filename", "subfolder", "type")})
         return self.read(f"/view?{query}")
 
-    def run(self, prompt: dict, *, extra_data: dict | None = None, on_event: Callable[[dict], None] | None = None,
-            timeout_s: float = 300) -> Run:
+    def run(
+        self,
+        prompt: dict,
+        *,
+        extra_data: dict | None = None,
+        on_event: Callable[[dict], None] | None = None,
+        timeout_s: float = 300,
+    ) -> Run:
         """Queue a prompt and follow it to its end, whichever that is. Raises PromptRefused, TimeoutError."""
         return asyncio.run(asyncio.wait_for(self._run(prompt, extra_data, on_event), timeout_s))
 

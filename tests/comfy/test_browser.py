@@ -2,6 +2,7 @@
 
 Screenshots stay in tests/artifacts.
 """
+
 from __future__ import annotations
 
 import json
@@ -42,7 +43,9 @@ def opened(server) -> dict[str, dict]:
         ],
     }
     script = ROOT / "tests" / "comfy" / "browser" / "workflows.mjs"
-    done = subprocess.run(["node", script, json.dumps(options)], capture_output=True, text=True, encoding="utf-8", timeout=600)
+    done = subprocess.run(
+        ["node", script, json.dumps(options)], capture_output=True, text=True, encoding="utf-8", timeout=600
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

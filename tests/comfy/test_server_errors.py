@@ -1,4 +1,5 @@
-"""Bad input through a real ComfyUI: refused by name, before any work where that is possible, and nothing breaks after it."""
+"""Bad input through a real ComfyUI: refused by name, before any work where that is possible."""
+
 from __future__ import annotations
 
 import json
@@ -120,7 +121,9 @@ def test_files_that_are_no_checkpoint(client, model_file, content, word):
 def test_a_truncated_file(client, base, model_file):
     whole = (base / "models/diffusion_models" / TRANSFORMER).read_bytes()
     prompt = prompts.render()
-    prompt["model"]["inputs"]["unet_name"] = model_file("diffusion_models", "half.safetensors", whole[: len(whole) // 2])
+    prompt["model"]["inputs"]["unet_name"] = model_file(
+        "diffusion_models", "half.safetensors", whole[: len(whole) // 2]
+    )
     text = refusal(client, prompt)
     assert "half.safetensors" in text and "truncated" in text, text
 
@@ -181,7 +184,9 @@ def test_combined_prompts_are_refused(client):
     assert "2 conditioning entries" in failure(client, prompt)
 
 
-@pytest.mark.parametrize(("features", "word"), [(torch.zeros(1, 5, 100), "192"), (torch.full((1, 5, 192), float("nan")), "NaN")])
+@pytest.mark.parametrize(
+    ("features", "word"), [(torch.zeros(1, 5, 100), "192"), (torch.full((1, 5, 192), float("nan")), "NaN")]
+)
 def test_conditioning_that_does_not_fit(client, base, features, word):
     file = base / "input" / "unfit.safetensors"
     save_conditioning(file, [(features, {"unprocessed_ltxav_embeds": True})])

@@ -1,4 +1,5 @@
 """Renders through a real ComfyUI: outputs, caching, native neighbours on the sockets, eviction, interruption."""
+
 from __future__ import annotations
 
 import io
@@ -108,7 +109,9 @@ def test_interrupt_in_mid_render(client, base, frames, frames_of):
     assert run.outcome == "execution_interrupted"
     done = sum(event["phase"] == "sample.step" and event["event"] == "end" for event in phase_logs(base)[-1])
     assert sent[0] <= done < steps / 2
-    assert np.array_equal(frames_of(client.run(with_sampler(seed=7, steps=31))), frames), "steps is unused by the distilled schedule"
+    assert np.array_equal(frames_of(client.run(with_sampler(seed=7, steps=31))), frames), (
+        "steps is unused by the distilled schedule"
+    )
 
 
 def test_a_raising_node_downstream_leaves_the_model_usable(client, frames, frames_of):
@@ -125,14 +128,18 @@ def test_a_raising_node_downstream_leaves_the_model_usable(client, frames, frame
 
 
 def test_previews(client, base, frames, frames_of):
-    """Shown when the user has them on, marked in the log since they read the device back, and without effect on the video."""
+    """Shown when the user has them on; marked in the log, since they read the device back; no effect on the video."""
     run = client.run(with_sampler(steps=32), extra_data={"preview_method": "latent2rgb"})
     assert np.array_equal(frames_of(run), frames)
-    jpegs = [message[message.index(b"\xff\xd8\xff"):] for message in run.previews]
+    jpegs = [message[message.index(b"\xff\xd8\xff") :] for message in run.previews]
     width, height = Image.open(io.BytesIO(jpegs[-1])).size
     assert width / height == pytest.approx(WIDTH / HEIGHT, rel=0.01)
     events = phase_logs(base)[-1]
-    shown = [e for e in events if e["phase"] == "transfer.to_host" and e["attrs"].get("what") == "preview" and e["event"] == "end"]
+    shown = [
+        e
+        for e in events
+        if e["phase"] == "transfer.to_host" and e["attrs"].get("what") == "preview" and e["event"] == "end"
+    ]
     assert len(shown) == 8
 
 
@@ -165,7 +172,12 @@ def test_native_nodes_on_the_sockets_give_the_same_video(client, frames, frames_
     """Core's noise, sigmas, sampler and conditioning in place of our widgets; core's separator behind our sampler."""
     sigmas = "1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0"
     prompt = with_sampler(
-        seed=0, noise=["noise", 0], sigmas=["sigmas", 0], sampler=["core_sampler", 0], positive=["rate", 0], negative=["rate", 1],
+        seed=0,
+        noise=["noise", 0],
+        sigmas=["sigmas", 0],
+        sampler=["core_sampler", 0],
+        positive=["rate", 0],
+        negative=["rate", 1],
     )
     prompt["noise"] = node("RandomNoise", noise_seed=7)
     prompt["sigmas"] = node("ManualSigmas", sigmas=sigmas)
@@ -205,19 +217,34 @@ def test_conditioning_survives_its_file(client, base, frames, frames_of):
 def test_timing_parity_compares_two_arms(client):
     prompt = with_sampler(seed=7, cuda_graph="off")
     prompt["sampler_b"] = with_sampler(seed=7, cuda_graph="on")["sampler"]
-    prompt["decode_b"] = node("LTXGraphVideoDecode", video_vae=["video_vae", 0], samples=["sampler_b", 0], temporal_size=0,
-                              report=["sampler_b", 1])
-    prompt["parity"] = node("LTXGraphTimingParity", frames_a=["decode", 0], frames_b=["decode_b", 0], report_a=["decode", 1],
-                            report_b=["decode_b", 1], tolerance=0.0, on_difference="fail")
+    prompt["decode_b"] = node(
+        "LTXGraphVideoDecode",
+        video_vae=["video_vae", 0],
+        samples=["sampler_b", 0],
+        temporal_size=0,
+        report=["sampler_b", 1],
+    )
+    prompt["parity"] = node(
+        "LTXGraphTimingParity",
+        frames_a=["decode", 0],
+        frames_b=["decode_b", 0],
+        report_a=["decode", 1],
+        report_b=["decode_b", 1],
+        tolerance=0.0,
+        on_difference="fail",
+    )
     assert_not_tested(client.run(prompt))
 
 
 def test_timing_parity_sees_one_different_seed(client):
     prompt = with_sampler(seed=7, cuda_graph="off")
     prompt["sampler_b"] = with_sampler(seed=11, cuda_graph="off")["sampler"]
-    prompt["decode_b"] = node("LTXGraphVideoDecode", video_vae=["video_vae", 0], samples=["sampler_b", 0], temporal_size=0)
-    prompt["parity"] = node("LTXGraphTimingParity", frames_a=["decode", 0], frames_b=["decode_b", 0], tolerance=0.0,
-                            on_difference="report")
+    prompt["decode_b"] = node(
+        "LTXGraphVideoDecode", video_vae=["video_vae", 0], samples=["sampler_b", 0], temporal_size=0
+    )
+    prompt["parity"] = node(
+        "LTXGraphTimingParity", frames_a=["decode", 0], frames_b=["decode_b", 0], tolerance=0.0, on_difference="report"
+    )
     run = client.run(prompt)
     assert run.outcome == "execution_success", run.error
     report = run.outputs["parity"]["ltxgraph_report"][0]
@@ -230,7 +257,9 @@ def test_timing_parity_sees_one_different_seed(client):
 
 def test_parity_run_judges_both_arms_every_time(client):
     assert_not_tested(client.run(prompts.parity_run()))
-    assert client.run(prompts.parity_run()).executed_nodes == ["parity"], "it measures, so it is never served from the cache"
+    assert client.run(prompts.parity_run()).executed_nodes == ["parity"], (
+        "it measures, so it is never served from the cache"
+    )
 
 
 def assert_not_tested(run):

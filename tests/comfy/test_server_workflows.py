@@ -1,4 +1,5 @@
 """The bundled API workflows, run as they are; the one with text nodes by the demo rule of workflows/README.md."""
+
 from __future__ import annotations
 
 import io

@@ -3,6 +3,7 @@
 PyPI's torchvision and torchaudio are CUDA builds and fail to import beside a CPU torch. ComfyUI imports both at module
 level, yet only a few of its nodes use them: those fail when they run, and no test runs them.
 """
+
 import sys
 import types
 

@@ -1,4 +1,4 @@
-// Opens bundled workflows from ComfyUI's template list in a headless Chromium, checks, converts, runs and photographs them.
+// Opens bundled workflows from ComfyUI's template list in headless Chromium, checks, converts, runs, photographs them.
 //
 //   node workflows.mjs '{"url", "browser", "playwright", "artifacts", "workflows": [{"name", "nodes", "run"}]}'
 //

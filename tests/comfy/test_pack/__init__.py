@@ -1,4 +1,5 @@
 """Nodes that only the server tests have: what a broken or foreign node would put on a socket."""
+
 import torch
 from comfy.nested_tensor import NestedTensor
 
@@ -79,4 +80,6 @@ class LTXTestVideoNoise:
         return torch.zeros(latent["samples"].shape)
 
 
-NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (LTXTestRaise, LTXTestLatent, LTXTestConditioningKey, LTXTestVideoNoise)}
+NODE_CLASS_MAPPINGS = {
+    cls.__name__: cls for cls in (LTXTestRaise, LTXTestLatent, LTXTestConditioningKey, LTXTestVideoNoise)
+}
