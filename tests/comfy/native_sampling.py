@@ -3,8 +3,9 @@
     python native_sampling.py COMFYUI_DIR OUT_DIR
 
 Runs in a process of its own with only ComfyUI on the path. It fills a tiny transformer of the 2.3 flavour (ComfyUI 0.30
-knows no other) with seeded weights, saves it in the published layout, loads it back through ComfyUI's loader in float32,
-samples each case with CFGGuider, and records the noise and every step's x and denoised.
+knows no other) with seeded weights, saves it in the published layout, loads it back through ComfyUI's loader in
+float32, samples each case with CFGGuider, and records the noise, every step's x and denoised, and what the model saw and predicted
+before masks were applied.
 """
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ import comfy.sample  # noqa: E402
 import comfy.samplers  # noqa: E402
 import comfy.sd  # noqa: E402
 import torch  # noqa: E402
+from comfy_extras.nodes_lt import LTXVAddGuide, _append_guide_attention_entry  # noqa: E402
 from comfyui_version import __version__ as comfyui_version  # noqa: E402
 from native_sampling_cases import CASES, SEED  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
@@ -95,19 +97,92 @@ def nest(tensors: list):
     return comfy.nested_tensor.NestedTensor(tensors) if len(tensors) > 1 else tensors[0]
 
 
-def run_case(model, case: dict, drawn: list) -> dict:
+class RecordingGuider(comfy.samplers.CFGGuider):
+    """Keeps what goes into the model and comes out of it, both packed, before the sampler blends with the mask."""
+
+    def predict_noise(self, x, timestep, model_options={}, seed=None):  # noqa: B006
+        denoised = super().predict_noise(x, timestep, model_options, seed)
+        self.calls.append((x.clone(), denoised.clone()))
+        return denoised
+
+
+def noise_mask(kind: str, latents: list, generator: torch.Generator):
+    """A noise mask such as nodes make: nested, or of the video alone."""
+    batch, _, frames, height, width = latents[0].shape
+    by_frame = torch.ones(batch, 1, frames, 1, 1)
+    if kind == "audio frozen":
+        return nest([by_frame, torch.zeros(batch, 1, latents[1].shape[2], 1)])
+    if kind == "frames":
+        by_frame[:, :, 0], by_frame[:, :, -1] = 0.0, 0.3
+        audio = torch.ones(batch, 1, latents[1].shape[2], 1)
+        audio[:, :, :3], audio[:, :, 3:5] = 0.0, 0.6
+        return nest([by_frame, audio])
+    if kind == "space":
+        mask = torch.rand((batch, 1, frames, height, width), generator=generator).mul(1.5).clamp(max=1)
+        mask[..., 0, :] = 0
+        return mask
+    assert kind == "larger"
+    mask = torch.rand((1, 1, 2 * frames, 3 * height, 2 * width), generator=generator)
+    # Where every token is kept in part ComfyUI takes other gates than the reference (transformer.md section 18.3).
+    mask[..., :width] = 1
+    return mask
+
+
+def add_guides(case: dict, conditioning: list, latent, mask, generator: torch.Generator, tensors: dict) -> tuple:
+    """What LTXVAddGuide does after it encoded an image: append latent, mask, positions and attention entry."""
+    if mask is None:
+        mask = torch.ones(latent.shape[0], 1, latent.shape[2], 1, 1)
+    batch, channels, _, height, width = latent.shape
+    for index, guide in enumerate(case["guides"]):
+        factor = guide.get("downscale", 1)
+        shape = (batch, channels, guide["frames"], height // factor, width // factor)
+        encoded = torch.randn(shape, generator=generator)
+        dilated, guide_mask = LTXVAddGuide.dilate_latent(encoded, factor)
+        conditioning, _, latent, mask = LTXVAddGuide.append_keyframe(
+            conditioning, conditioning, guide["frame"], latent, mask, dilated, guide["strength"], (8, 32, 32),
+            guide_mask=guide_mask, latent_downscale_factor=factor,
+            causal_fix=guide["frame"] == 0 or guide["frames"] == 1,
+        )
+        attention_mask = None
+        if "attention_mask" in guide:
+            attention_mask = torch.rand((guide["attention_mask"], 32 * height, 32 * width), generator=generator)
+            tensors[f"cond.pixel_mask.{index}"] = attention_mask[None, None]
+        conditioning, _ = _append_guide_attention_entry(
+            conditioning, conditioning, dilated.shape[2:].numel(), list(encoded.shape[2:]),
+            strength=guide["strength"], attention_mask=attention_mask,
+        )
+    return conditioning, latent, mask
+
+
+def run_case(model, case: dict, drawn: list) -> tuple[dict, list]:
+    """Tensors by name, and the conditioning's guide_attention_entries without their masks."""
     generator = torch.Generator().manual_seed(7)
     shapes = [(case["batch"], 128, *case["video"])]
     if case["audio"]:
         shapes.append((case["batch"], 8, case["audio"], 16))
-    latents = [torch.randn(shape, generator=generator) * 0.5 if case["start"] else torch.zeros(shape) for shape in shapes]
+    scale = 0.5 if case["start"] else 0.0
+    latents = [torch.randn(shape, generator=generator) * scale for shape in shapes]
     width = CONFIG["cross_attention_dim"] + CONFIG["audio_cross_attention_dim"]
     text = torch.randn((1, abs(case["text_tokens"]), width), generator=generator)
     conditioning = [[text, {"frame_rate": case["frame_rate"], "pooled_output": None}]]
     if case["text_tokens"] > 0:
         conditioning[0][1]["unprocessed_ltxav_embeds"] = True
 
-    tensors = {"text": text}
+    tensors, entries, negative = {"text": text}, [], conditioning
+    mask = noise_mask(case["mask"], latents, generator) if "mask" in case else None
+    if "guides" in case:
+        masks = [None] if mask is None else list(parts(mask))
+        conditioning, latents[0], masks[0] = add_guides(case, conditioning, latents[0], masks[0], generator, tensors)
+        mask, negative = nest(masks), conditioning
+        tensors["cond.keyframe_idxs"] = conditioning[0][1]["keyframe_idxs"]
+        entries = [{k: v for k, v in entry.items() if k != "pixel_mask"}
+                   for entry in conditioning[0][1]["guide_attention_entries"]]
+    if "cfg" in case:
+        tensors["negative"] = torch.randn((1, abs(case["text_tokens"]), width), generator=generator)
+        negative = [[tensors["negative"], dict(conditioning[0][1])]]
+    if mask is not None:
+        for stream, part in zip(("video", "audio"), parts(mask)):
+            tensors[f"mask.{stream}"] = part.clone()
     noise = comfy.sample.prepare_noise(nest(latents), SEED)
 
     def on_step(step, denoised, x, total):
@@ -115,34 +190,43 @@ def run_case(model, case: dict, drawn: list) -> dict:
             for stream, tensor in zip(("video", "audio"), parts(value)):
                 tensors[f"step{step}.{name}.{stream}"] = tensor.clone()
 
-    guider = comfy.samplers.CFGGuider(model)
-    guider.set_conds(conditioning, conditioning)
-    guider.set_cfg(1.0)
+    guider = RecordingGuider(model)
+    guider.calls = []
+    guider.set_conds(conditioning, negative)
+    guider.set_cfg(case.get("cfg", 1.0))
     drawn.clear()
     result = guider.sample(noise, nest(latents), comfy.samplers.sampler_object(case["sampler"]),
-                           torch.tensor(case["sigmas"]), callback=on_step, disable_pbar=True, seed=SEED)
+                           torch.tensor(case["sigmas"]), denoise_mask=mask, callback=on_step, disable_pbar=True,
+                           seed=SEED)
+    if mask is not None:
+        shapes = [latent.shape for latent in latents]
+        for step, pair in enumerate(guider.calls):
+            for name, packed in zip(("seen", "predicted"), pair):
+                for stream, part in zip(("video", "audio"), comfy.utils.unpack_latents(packed, shapes)):
+                    tensors[f"step{step}.{name}.{stream}"] = part.clone()
     for name, value in (("latent", nest(latents)), ("noise", noise), ("result", result)):
         for stream, tensor in zip(("video", "audio"), parts(value)):
             tensors[f"{name}.{stream}"] = tensor.clone()
     for step, packed in enumerate(drawn):
         tensors[f"step{step}.packed_noise"] = packed
-    return tensors
+    return tensors, entries
 
 
 def main() -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     checkpoint = OUT / "tiny-2.3-transformer.safetensors"
     write_checkpoint(checkpoint)
-    # Which order this ComfyUI has is known from its code: the version that fused RMS-AdaLN also normalises the video again.
+    # Which order this ComfyUI has shows in its code: the version that fused RMS-AdaLN also normalises the video again.
     reads_after = "rms_adaln" in comfy.ldm.lightricks.av_model.BasicAVTransformerBlock.forward.__code__.co_names
     drawn: list = []
     record_ancestral_noise(drawn)
     with torch.inference_mode():
         model = comfy.sd.load_diffusion_model(str(checkpoint), {"dtype": torch.float32})
         for name, case in CASES.items():
-            tensors = {key: tensor.contiguous() for key, tensor in run_case(model, case, drawn).items()}
-            about = {"v2a_reads_video_after_a2v": json.dumps(reads_after),
-                     "case": json.dumps({**case, "seed": SEED}), "comfyui": comfyui_version, "torch": torch.__version__}
+            tensors, entries = run_case(model, case, drawn)
+            tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
+            about = {"v2a_reads_video_after_a2v": json.dumps(reads_after), "comfyui": comfyui_version,
+                     "case": json.dumps({**case, "seed": SEED, "entries": entries}), "torch": torch.__version__}
             save_file(tensors, OUT / f"native_{name}.safetensors", about)
             print(name, {key: float(tensor.std()) for key, tensor in tensors.items() if key.startswith("result")})
 

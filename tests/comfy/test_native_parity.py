@@ -1,10 +1,12 @@
 """Our sampler against ComfyUI's own, on a tiny checkpoint of the 2.3 flavour that ComfyUI itself names and loads.
 
-Noise and step arithmetic bit for bit. The model differs by kernels and order of operations, in float32: one forward within
-1e-5, a whole render within 5e-4.
+Noise and step arithmetic bit for bit. The model differs by kernels and order of operations, in float32: one forward
+within 1e-5, a whole render within 5e-4.
 """
+
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -17,24 +19,24 @@ from native_sampling_cases import CASES
 from safetensors import safe_open
 from server import comfyui_environment
 
-from ltx_runtime.conditioning import audio_state, text_to_video_state
+from ltx_runtime.comfyui_conditioning import audio_state_from_comfyui, video_state_from_comfyui
+from ltx_runtime.guidance import Guidance, GuidanceSpec
 from ltx_runtime.noise import ComfyNoise
 from ltx_runtime.patchify import patchify_audio, patchify_video
 from ltx_runtime.runtime import load_transformer
-from ltx_runtime.sampler import SampleRequest, TextFeatures, sample
-from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape
-from ltx_runtime.steps import ancestral_step, euler_step, step_coefficients
+from ltx_runtime.sampler import SampleRequest, SampleResult, TextFeatures, sample
+from ltx_runtime.steps import Blend, ancestral_step, euler_step, step_coefficients
 from ltx_runtime.transformer.model import COMPATIBILITIES
 
 FORWARD_TOLERANCE = 1e-5
 RENDER_TOLERANCE = 5e-4
-# ComfyUI 0.30 still feeds v2a with the video before a2v, as the reference does; 0.33 no longer (transformer.md section 18.1).
+# ComfyUI 0.30 still feeds v2a with the video before a2v, as the reference does; 0.33 no longer (transformer.md 18.1).
 # The two other deviations, of the q/k norm's eps and of the cross gates, stay below the tolerances either way.
 SNAPSHOT_COMPATIBILITY = "comfyui-0.30" if "comfyui-0.30" in COMPATIBILITIES else "reference"
 PATCHIFY = {"video": patchify_video, "audio": patchify_audio}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Native:
     """One recorded case: what ComfyUI was given and what it did."""
 
@@ -50,19 +52,32 @@ class Native:
     def sigmas(self) -> torch.Tensor:
         return torch.tensor(self.case["sigmas"])
 
-    @property
+    @functools.cached_property
     def states(self) -> dict:
-        """Our description of the same start: token states by stream, None for an absent one."""
-        batch, rate = self.case["batch"], self.case["frame_rate"]
-        latent = self.tensors["latent.video"]
-        video = text_to_video_state(VideoLatentShape(*latent.shape), rate, latent)
+        """Our reading of what ComfyUI was given: token states by stream, None for an absent one."""
+        entries = [
+            {**entry, "pixel_mask": self.tensors.get(f"cond.pixel_mask.{index}")}
+            for index, entry in enumerate(self.case["entries"])
+        ]
+        video = video_state_from_comfyui(
+            self.tensors["latent.video"],
+            self.case["frame_rate"],
+            noise_mask=self.tensors.get("mask.video"),
+            keyframe_idxs=self.tensors.get("cond.keyframe_idxs"),
+            guide_attention_entries=entries,
+        )
         audio = None
         if self.case["audio"]:
-            audio = audio_state(AudioLatentShape(batch, 8, self.case["audio"], 16), self.tensors["latent.audio"])
+            audio = audio_state_from_comfyui(self.tensors["latent.audio"], self.tensors.get("mask.audio"))
         return {"video": video, "audio": audio}
 
     def tokens(self, name: str, stream: str) -> torch.Tensor:
-        return PATCHIFY[stream](self.tensors[f"{name}.{stream}"])
+        return self.kept(PATCHIFY[stream](self.tensors[f"{name}.{stream}"]), stream)
+
+    def kept(self, cells: torch.Tensor, stream: str) -> torch.Tensor:
+        """Of all cells of a latent those that are tokens: a guide on a coarser grid leaves holes."""
+        chosen = self.states[stream].cells
+        return cells if chosen is None else cells[:, chosen]
 
     def step_noise(self, step: int, stream: str) -> torch.Tensor:
         """This stream's part of the noise that ComfyUI drew over the packed streams."""
@@ -70,15 +85,32 @@ class Native:
         sizes = [shape[1:].numel() for shape in shapes.values()]
         packed = self.tensors[f"step{step}.packed_noise"].reshape(self.case["batch"], -1)
         part = dict(zip(self.streams, packed.split(sizes, dim=-1)))[stream]
-        return PATCHIFY[stream](part.reshape(shapes[stream]))
+        return self.kept(PATCHIFY[stream](part.reshape(shapes[stream])), stream)
 
     def request(self, sigmas: torch.Tensor, sampler: str) -> SampleRequest:
-        features = self.tensors["text"].expand(self.case["batch"], -1, -1)
+        def text(name: str) -> TextFeatures:
+            features = self.tensors[name].expand(self.case["batch"], -1, -1)
+            return TextFeatures(features, processed=self.case["text_tokens"] < 0)
+
+        spec = GuidanceSpec(cfg_scale=self.case.get("cfg", 1.0))
         return SampleRequest(
-            **self.states, text=TextFeatures(features, processed=self.case["text_tokens"] < 0), sigmas=sigmas,
-            seed=self.case["seed"], sampler=sampler, noise_convention="comfyui",
+            **self.states,
+            text=text("text"),
+            sigmas=sigmas,
+            seed=self.case["seed"],
+            sampler=sampler,
+            noise_convention="comfyui",
             compatibility=self.compatibility,
+            guidance=Guidance(spec, spec),
+            negative=text("negative") if "negative" in self.tensors else None,
         )
+
+    def result(self, ours: SampleResult, stream: str) -> torch.Tensor:
+        """Tokens of our result as ComfyUI's latent has them: guides stand behind the video."""
+        latent = getattr(ours, stream)
+        if stream == "video" and ours.appended is not None:
+            latent = torch.cat((latent, ours.appended), dim=2)
+        return self.kept(PATCHIFY[stream](latent), stream)
 
 
 @pytest.fixture(scope="session")
@@ -86,8 +118,13 @@ def recordings(tmp_path_factory, comfyui, comfyui_overlay) -> Path:
     folder = tmp_path_factory.mktemp("native")
     script = Path(__file__).with_name("native_sampling.py")
     done = subprocess.run(
-        [sys.executable, script, comfyui, folder], env=comfyui_environment(comfyui_overlay), cwd=folder,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
+        [sys.executable, script, comfyui, folder],
+        env=comfyui_environment(comfyui_overlay),
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout
     return folder
@@ -145,16 +182,30 @@ def test_step_arithmetic_is_bit_equal(native):
                 assert torch.equal(ours, native.tokens("result", stream))
 
 
+def test_masks_are_applied_bit_for_bit(native):
+    """What the model saw and what the sampler got, from our blend of ComfyUI's x and of its model's prediction."""
+    for stream in native.streams:
+        state = native.states[stream]
+        blend = Blend(state.denoise_mask, state.clean, before_model=True)
+        masked = f"step0.seen.{stream}" in native.tensors
+        assert masked or bool((state.denoise_mask == 1).all())
+        for step in range((len(native.sigmas) - 1) * masked):
+            for before, after in (("x", "seen"), ("predicted", "denoised")):
+                ours = blend.apply(native.tokens(f"step{step}.{before}", stream))
+                assert torch.equal(ours, native.tokens(f"step{step}.{after}", stream)), f"{stream}, step {step}, {after}"
+
+
 def test_one_forward(native, model):
     """Sampling straight to sigma 0 by the ancestral rule returns the first denoised."""
     sigmas = torch.stack([native.sigmas[0], torch.zeros(())])
     ours = sample(model, native.request(sigmas, "euler_ancestral"), cuda_graph="off")
     for stream in native.streams:
-        assert worst(getattr(ours, stream), native.tensors[f"step0.denoised.{stream}"]) <= FORWARD_TOLERANCE
+        expected = native.tokens("step0.denoised", stream)
+        assert worst(native.result(ours, stream), expected) <= native.case.get("cfg", 1) * FORWARD_TOLERANCE
 
 
 def test_whole_render(native, model):
     ours = sample(model, native.request(native.sigmas, native.case["sampler"]), cuda_graph="off")
     for stream in native.streams:
-        assert worst(getattr(ours, stream), native.tensors[f"result.{stream}"]) <= RENDER_TOLERANCE
+        assert worst(native.result(ours, stream), native.tokens("result", stream)) <= RENDER_TOLERANCE
     assert (ours.audio is None) == (native.case["audio"] == 0)
