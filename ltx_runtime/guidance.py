@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .errors import RequestError
-from .transformer.inputs import PERTURBATION_KINDS, ForwardConstants, StreamConstants, perturbation_mode
+from .transformer.inputs import PERTURBATION_KINDS, ForwardConstants, GuideBias, StreamConstants, perturbation_mode
 from .transformer.rope import RopeTable
 
 # In batch order. cond: the prompt. uncond: the negative prompt. ptb: the prompt, with self attention of the STG blocks
@@ -190,7 +190,8 @@ def _stream_for(
         rope=tiled_rope(stream.rope),
         cross_rope=tiled_rope(stream.cross_rope),
         keyframe_marker=tiled(stream.keyframe_marker),
-        attention_bias=tiled(stream.attention_bias),
+        # A bias in parts has no batch.
+        attention_bias=stream.attention_bias if isinstance(stream.attention_bias, GuideBias) else tiled(stream.attention_bias),
         timestep_index=tiled(stream.timestep_index),
         max_mask=tiled(stream.max_mask),
         enabled=enabled,

@@ -18,6 +18,17 @@ PERTURBATION_KINDS = ("video_self", "audio_self", "a2v", "v2a")
 
 
 @dataclass(frozen=True)
+class GuideBias:
+    """Self attention bias of a stream whose last G tokens are guides, in two parts: as one tensor it would be N x N.
+
+    Floats in the activation dtype. The target sees a guide token by its strength, and it sees the target by the same.
+    """
+
+    keys: Tensor  # (1, 1, 1, N), for every query of the target
+    queries: Tensor  # (1, 1, G, N), for the guides' queries
+
+
+@dataclass(frozen=True)
 class StreamConstants:
     """One stream's inputs that stay the same through a stage. Floats in the activation dtype unless said."""
 
@@ -25,7 +36,7 @@ class StreamConstants:
     rope: RopeTable
     cross_rope: RopeTable | None  # of the time axis; None when the other stream is absent
     keyframe_marker: Tensor | None  # (B or 1, N, 1)
-    attention_bias: Tensor | None  # (B or 1, 1, N, N), added to self attention scores
+    attention_bias: Tensor | GuideBias | None  # (B or 1, 1, N, N), added to self attention scores
     mask_values: Tensor  # (M,) float32, distinct denoise mask values
     timestep_index: Tensor | None  # (B or 1, N) int64 into the U noise levels; None: all tokens of a sample share one
     max_mask: Tensor | None  # (B or 1,) float32, largest mask value; ComfyUI compatibility only

@@ -26,6 +26,7 @@ from .connector import Connector
 from .inputs import (
     PERTURBATION_KINDS,
     ForwardConstants,
+    GuideBias,
     StepModulation,
     StreamConstants,
     StreamModulation,
@@ -36,6 +37,7 @@ from .rope import RopeTable, rope_table
 COMPATIBILITIES = ("reference", "comfyui")
 # Prompts are tokenised to 1024; longer ones (ComfyUI only) extend the context in whole register sets.
 CONTEXT_LENGTH = 1024
+_SAME_LEVEL = 1e-6
 
 
 class LTXTransformer(nn.Module):
@@ -279,6 +281,9 @@ class LTXTransformer(nn.Module):
         # Both streams' times go through one scale, so that equal times get equal angles.
         cross_max_pos = (max(c.video_max_pos[0], c.audio_max_pos[0]),)
         mask = state.denoise_mask.squeeze(-1).to(self.device, torch.float32)
+        if compatibility == "comfyui":
+            # ComfyUI casts the mask to the model's dtype before it makes noise levels of it.
+            mask = mask.to(self.dtype).to(torch.float32)
         values, index = _noise_levels(mask, per_sample_sigma)
         return StreamConstants(
             context=context,
@@ -310,13 +315,21 @@ class LTXTransformer(nn.Module):
             return None
         return _shared(state.keyframe_marker).to(self.device, self.dtype)
 
-    def _attention_bias(self, state: TokenState) -> Tensor | None:
+    def _attention_bias(self, state: TokenState) -> Tensor | GuideBias | None:
         """ln(strength) (section 11), the most negative finite value where the strength is 0."""
+
+        def bias_of(strength: Tensor) -> Tensor:
+            strength = strength.to(self.device, torch.float32)
+            return torch.where(strength > 0, strength.log(), torch.finfo(self.dtype).min).to(self.dtype)
+
+        if state.guide_strength is not None:
+            bias, targets = bias_of(state.guide_strength), state.tokens - state.guide_strength.numel()
+            keys = torch.cat((bias.new_zeros(targets), bias))
+            queries = torch.cat((bias[:, None].expand(-1, targets), bias.new_zeros(bias.numel(), bias.numel())), dim=1)
+            return GuideBias(keys[None, None, None], queries[None, None].contiguous())
         if state.attention_strength is None:
             return None
-        strength = _shared(state.attention_strength).to(self.device, torch.float32)
-        bias = torch.where(strength > 0, strength.log(), torch.finfo(self.dtype).min)
-        return bias.to(self.dtype).unsqueeze(1)
+        return bias_of(_shared(state.attention_strength)).unsqueeze(1)
 
     def _perturbations(
         self, perturbations: Tensor | Sequence | None, batch: int
@@ -408,6 +421,10 @@ def _noise_levels(mask: Tensor, per_sample_sigma: bool) -> tuple[Tensor, Tensor 
     With a sigma per sample the levels of sample b stand at b*M ... b*M + M-1.
     """
     values, index = torch.unique(mask, return_inverse=True)
+    # A resized mask holds one value as several that differ by rounding: one level, so that the key stays the same.
+    steps = values.diff() > _SAME_LEVEL
+    starts = torch.cat((steps.new_ones(1), steps))
+    values, index = values[starts], (starts.cumsum(0) - 1)[index]
     if values.numel() == 1:
         return values, None
     if per_sample_sigma:
