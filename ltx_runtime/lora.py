@@ -52,6 +52,16 @@ _FLOAT_DTYPES = ("F32", "F16", "BF16", "F64")
 
 
 @dataclass(frozen=True)
+class LoraState:
+    """What decides the result of one link of a chain."""
+
+    path: str
+    file_bytes: int
+    mtime_ns: int
+    strength: float
+
+
+@dataclass(frozen=True)
 class LoraSpec:
     """One link of a chain: an adapter file at a strength. Strength 0 is the same as none."""
 
@@ -62,13 +72,13 @@ class LoraSpec:
     def name(self) -> str:
         return Path(self.path).name
 
-    def state(self) -> tuple[str, int, int, float]:
-        """What decides its result: path, bytes, mtime in ns, strength. Raises CheckpointError when there is no file."""
+    def state(self) -> LoraState:
+        """Raises CheckpointError when there is no file."""
         try:
             status = os.stat(self.path)
         except OSError as error:
             raise CheckpointError(f"{self.path}: can't be opened: {error.strerror}. Pick another LoRA.") from error
-        return os.fspath(self.path), status.st_size, status.st_mtime_ns, self.strength
+        return LoraState(os.fspath(self.path), status.st_size, status.st_mtime_ns, self.strength)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from .checkpoint import CheckpointHeader, Progress, read_header, read_tensors
 from .config import TransformerConfig
 from .cuda_graph import GraphCache
-from .lora import Adapter, FusedWeights, LoraSpec, fit_loras, generation_notes, linear_specs
+from .lora import Adapter, FusedWeights, LoraSpec, LoraState, fit_loras, generation_notes, linear_specs
 from .memory import device_free_bytes
 from .residency import ResidentModule
 from .timing import Timeline
@@ -32,7 +32,7 @@ class TransformerModel(ResidentModule):
         self._linears = linear_specs(header)
         self._fused: FusedWeights | None = None
         self._adapters: tuple[Adapter, ...] = ()
-        self._lora_states: tuple = ()
+        self._chain: tuple[LoraState, ...] = ()
 
     @property
     def loras(self) -> tuple[LoraSpec, ...]:
@@ -49,8 +49,9 @@ class TransformerModel(ResidentModule):
     ) -> bool:
         """Make chain, in order, the only LoRAs of this model; an empty one restores the base bit for bit.
 
-        Resident weights are changed in place, else the chain is fused when they are read. True if anything changed; the
-        same files (path, size, time) at the same strengths do nothing. A change grows generation and drops recordings.
+        Resident weights are changed in place, else the chain is fused when they are read. True if the weights changed or
+        will; the same files (path, size, time) at the same strengths do nothing, and strength 0 is as no LoRA. A change
+        of resident weights grows generation and drops recordings.
         Phase load.read goes to timeline; on_progress(done_bytes, total_bytes), and what it raises stops the change.
 
         Raises CheckpointError or RequestError before anything is changed, see fit_loras. An error in the middle, a
@@ -58,10 +59,11 @@ class TransformerModel(ResidentModule):
         them with the previous chain.
         """
         states = tuple(spec.state() for spec in chain)
-        if states == self._lora_states:
+        if states == self._chain:
             return False
         adapters = tuple(a for a in fit_loras(chain, self.header) if a.spec.strength != 0)
-        if self._fused is not None:
+        changed = [s for s in states if s.strength != 0] != [s for s in self._chain if s.strength != 0]
+        if changed and self._fused is not None:
             self.generation += 1
             self.graphs.close()
             try:
@@ -69,8 +71,8 @@ class TransformerModel(ResidentModule):
             except BaseException:
                 self._bring_back(self._adapters)
                 raise
-        self._adapters, self._lora_states = adapters, states
-        return True
+        self._adapters, self._chain = adapters, states
+        return changed
 
     def ensure_resident(self, timeline: Timeline | None = None, on_progress: Progress | None = None) -> bool:
         """See ResidentModule; the LoRAs are fused again, and one whose file changed is a CheckpointError too."""

@@ -10,9 +10,10 @@ import functools
 import importlib
 import logging
 import sys
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Hashable, Iterator, Sequence
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch

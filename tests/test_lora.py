@@ -279,16 +279,16 @@ def test_a_chain_of_strengths_and_adapters_always_equals_a_fresh_model(files, mo
     a, b, c = (lambda s, f=files[name]: LoraSpec(f, s) for name in "ABC")
     several = (a(1), b(-0.4), c(0.3)), (b(-0.4), a(1)), (a(1), a(1))
     seen = []
-    for chain in ((a(0),), (a(0.5),), (a(1),), (b(1),), *several, (c(1),), ()):
-        generation = model.generation
-        assert model.set_loras(chain) and model.generation > generation
+    for chain in ((a(0),), (a(0.5),), (a(1),), (b(1),), *several, (c(1),), (), (a(0), b(0))):
+        generation, acts = model.generation, any(spec.strength for spec in (*chain, *model.loras))
+        assert model.set_loras(chain) == acts and (model.generation > generation) == acts
         assert_equal(weights(model), fresh(files, *chain))
         assert not model.set_loras(chain), "the same chain again changes nothing"
         seen.append(model.module.transformer_blocks[0].attn1.to_q.weight.clone())
     assert_equal(weights(model), base)
     assert [parameter.data_ptr() for parameter in model.module.parameters()] == addresses
     kinds = [next(i for i, other in enumerate(seen) if torch.equal(other, tensor)) for tensor in seen]
-    assert kinds == [0, 1, 2, 3, 4, 5, 6, 7, 0], "strength 0 is the base, every other chain is its own"
+    assert kinds == [0, 1, 2, 3, 4, 5, 6, 7, 0, 0], "strength 0 is the base, every other chain is its own"
 
 
 def test_copies_can_be_dropped_at_any_time(files, shared_model, monkeypatch):
