@@ -447,7 +447,7 @@ def test_an_adapter_that_changed_while_evicted_is_refused_by_the_load(files, sha
     assert_equal(weights(model), fresh(files))
 
 
-# --- renders (cases A5 to A7, eager; with capture on: tests/gpu/test_lora.py) -----------------------------------------
+# --- renders (cases A5 to A7, eager; with capture on: tests/gpu/test_lora_capture.py) -----------------------------------------
 
 
 @pytest.fixture(scope="module")
