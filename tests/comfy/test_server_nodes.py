@@ -16,6 +16,9 @@ NODES = {
     "LTXGraphVideoEncode": {
         "video_vae", "pixels", "width", "height", "temporal_size", "tile_size", "overlap", "report",
     },
+    "LTXGraphAudioVAELoader": {"vae_name"},
+    "LTXGraphAudioDecode": {"audio_vae", "samples", "report"},
+    "LTXGraphAudioEncode": {"audio_vae", "audio", "length", "frame_rate", "report"},
     "LTXGraphDuration": {
         "model", "positive", "duration_head", "frame_rate", "min_seconds", "max_seconds", "report",
     },
