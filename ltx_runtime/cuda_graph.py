@@ -87,14 +87,21 @@ def _kernel_switches() -> tuple[tuple[str, Any], ...]:
         ("kernels.sdp_mem_efficient", cuda.mem_efficient_sdp_enabled()),
         ("kernels.sdp_math", cuda.math_sdp_enabled()),
         ("kernels.sdp_cudnn", cuda.cudnn_sdp_enabled()),
-        ("kernels.matmul_tf32", cuda.matmul.allow_tf32),
+        ("kernels.matmul_tf32", _switch(cuda.matmul, "allow_tf32")),
         ("kernels.matmul_fp16_accumulation", cuda.matmul.allow_fp16_accumulation),
         ("kernels.matmul_bf16_reduction", cuda.matmul.allow_bf16_reduced_precision_reduction),
-        ("kernels.cudnn_tf32", cudnn.allow_tf32),
+        ("kernels.cudnn_tf32", _switch(cudnn, "allow_tf32")),
         ("kernels.cudnn_deterministic", cudnn.deterministic),
         ("kernels.cudnn_benchmark", cudnn.benchmark),
         ("kernels.deterministic", torch.are_deterministic_algorithms_enabled()),
     )
+
+
+def _switch(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except RuntimeError:  # torch >= 2.9, in a process that mixed its old and new TF32 switches
+        return getattr(owner, "fp32_precision", "mixed")
 
 
 @dataclass
