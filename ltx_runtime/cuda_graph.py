@@ -144,12 +144,16 @@ class GraphedStep:
         self._loaded_constants = None
 
     @property
+    def closed(self) -> bool:
+        return self._graph is None
+
+    @property
     def device_bytes(self) -> int:
         return self.report.static_bytes + self.report.graph_bytes
 
     def close(self) -> None:
         """Drop outputs and graph. The device must be idle or the caller's stream must not need the outputs any more."""
-        if self._graph is None:
+        if self.closed:
             return
         torch.cuda.synchronize()
         graph, self._graph = self._graph, None

@@ -102,6 +102,9 @@ class StepRunner:
         """Issue step `index` and wait for the one before it. The outputs may be a recording's own buffers: valid until the
         next `run`."""
         kind = self._eager_only or self._kind(index, inputs)
+        if kind.recording is not None and kind.recording.closed:
+            # Evicted by other kinds of this very render: it has more than the cache holds.
+            kind.recording, kind.capture = None, True
         if kind.recording is None and kind.capture:
             outputs = self._capture(kind, index, inputs)
             if outputs is not None:
