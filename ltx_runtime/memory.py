@@ -25,7 +25,8 @@ def sampling_bytes(config: TransformerConfig, request: SampleRequest, *, item_by
     values = 0
     for state, width in ((request.video, config.video_width), (request.audio, config.audio_width)):
         if state is not None:
-            values += state.shape.batch * state.tokens * width * _VALUES_PER_TOKEN
+            samples = state.shape.batch * request.passes_at_once
+            values += samples * state.tokens * width * _VALUES_PER_TOKEN
     return values * item_bytes * (2 if recorded else 1)
 
 

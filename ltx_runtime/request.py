@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .conditioning import TokenState
 from .errors import RequestError, ShapeError
-from .guidance import Guidance
+from .guidance import Guidance, passes_needed
 from .noise import NOISE_CONVENTIONS, Pair
 from .schedules import SAMPLERS
 from .transformer.model import COMPATIBILITIES
@@ -63,6 +63,13 @@ class SampleRequest:
     @property
     def batch(self) -> int:
         return next(iter(self.states.values())).shape.batch
+
+    @property
+    def passes_at_once(self) -> int:
+        """Passes that may go through the model as one batch."""
+        if self.guidance is None or self.guidance.batching == "sequential":
+            return 1
+        return len(passes_needed([getattr(self.guidance, name) for name in self.states]))
 
 
 def check_request(request: SampleRequest, config: TransformerConfig) -> None:

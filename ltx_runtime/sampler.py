@@ -5,7 +5,8 @@ guidance.py, eager or replayed execution in step_runner.py.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,12 +24,15 @@ from .schedules import SamplerStep, check_sigmas, sampler_steps
 from .shapes import VideoLatentShape
 from .step_runner import CUDA_GRAPH_MODES, ON_CAPTURE_FAILURE, StepRunner
 from .steps import Blend, StepConstants, StepInputs, StreamInputs, StreamRule, res_2s_middle_sigma, step_coefficients
+from .tensor_tree import named_tensors
 from .timing import Timeline
 from .transformer.inputs import ForwardConstants, StepModulation
 
-__all__ = ["SampleRequest", "SampleResult", "TextFeatures", "denoise", "prepare", "sample"]
+__all__ = ["SampleRequest", "SampleResult", "TextFeatures", "denoise", "fix_batching", "prepare", "sample"]
 
 _NOTHING: Pair = (None, None)
+# Of all steps together; one level and one stream pair at 22B take 8 MB a step.
+_MODULATION_BYTES = 2 << 30
 
 
 @dataclass
@@ -52,8 +56,8 @@ class Prepared:
     start: Pair
     constants: list[StepConstants]
     coefficients: list[Tensor]
-    modulation: list[StepModulation | None]
-    mid_modulation: list[StepModulation | None]
+    modulation: Sequence[StepModulation | None]
+    mid_modulation: Sequence[StepModulation | None]
     noise: list[Pair]
     mid_noise: list[Pair]
     notes: tuple[str, ...]
@@ -158,8 +162,9 @@ def prepare(
         file_name=model.header.path.name,
     )
     specs = {name: getattr(guidance, name) for name in streams}
+    passes = passes_needed(list(specs.values()))
     with timeline.phase("prepare.connectors"):
-        contexts, negative = _contexts(model, request, uses_negative="uncond" in passes_needed(list(specs.values())))
+        contexts, negative = _contexts(model, request, uses_negative="uncond" in passes)
     with timeline.phase("prepare.constants", steps=len(sigmas) - 1):
         forward = transformer.prepare(
             video=video,
@@ -169,8 +174,8 @@ def prepare(
             compatibility=request.compatibility,
         )
         batched = True
-        if passes := passes_needed(list(specs.values()))[1:]:
-            batched, words = _choose_batching(model, request, guidance, 1 + len(passes), contexts, negative)
+        if len(passes) > 1:
+            batched, words = _choose_batching(model, request, guidance.batching, len(passes), contexts, negative)
             notes.append(words)
         plan = sampler_steps(request.sampler, sigmas)
         kinds = _Kinds(forward, request, (video, audio), specs, negative, batched, model.config.num_layers)
@@ -179,13 +184,15 @@ def prepare(
             step_coefficients(step.sampler, step.sigma, step.sigma_next, eta=request.eta, s_noise=request.s_noise).to(device)
             for step in plan
         ]
-        modulation = [_modulation(model, request, c, step.sigma) for c, step in zip(constants, plan)]
-        mid_modulation = [
-            _modulation(model, request, c, torch.tensor(res_2s_middle_sigma(float(step.sigma), float(step.sigma_next))))
+        middles = [
+            torch.tensor(res_2s_middle_sigma(float(step.sigma), float(step.sigma_next)))
             if step.sampler == "res_2s"
             else None
-            for c, step in zip(constants, plan)
+            for step in plan
         ]
+        frozen = {name: state.frozen for name, state in request.states.items()}
+        modulation = _modulation(model, constants, [step.sigma for step in plan], frozen)
+        mid_modulation = _modulation(model, constants, middles, frozen)
         noise_source = noise_source or _noise_source(model, request)
         start = tuple(
             None if state is None else _start_tokens(state, noise, sigmas[0].to(device), request.noise_convention)
@@ -219,22 +226,34 @@ def _contexts(model: TransformerModel, request: SampleRequest, *, uses_negative:
     return prompt, tuple(c.to(model.module.dtype).expand(request.batch, -1, -1).contiguous() for c in negative)
 
 
+def fix_batching(model: TransformerModel, request: SampleRequest) -> SampleRequest:
+    """The request with guidance batching "auto" decided, so that several renders of it run the same kernels. The weights must
+    be resident."""
+    if request.guidance is None or request.guidance.batching != "auto":
+        return request
+    batching = "batched" if _fits_as_batch(model, request)[0] else "sequential"
+    return dataclasses.replace(request, guidance=dataclasses.replace(request.guidance, batching=batching))
+
+
+def _fits_as_batch(model: TransformerModel, request: SampleRequest) -> tuple[bool, str]:
+    need = sampling_bytes(model.config, request, item_bytes=model.module.dtype.itemsize, recorded=False)
+    free = device_free_bytes(model.device)
+    words = f"a batch needs about {in_words(need)}" + ("" if free is None else f", {in_words(free)} are free")
+    return free is None or need <= free, words
+
+
 def _choose_batching(
-    model: TransformerModel, request: SampleRequest, guidance: Guidance, passes: int, contexts: Pair, negative: Pair
+    model: TransformerModel, request: SampleRequest, batching: str, passes: int, contexts: Pair, negative: Pair
 ) -> tuple[bool, str]:
     """Whether the passes of a step run as one batch, and the sentence about it."""
     if negative[0] is not None and negative[0].shape[1] != contexts[0].shape[1]:
-        return False, (
-            f"guidance: {passes} passes a step, one after the other, because the two prompts have contexts of different "
-            f"length ({contexts[0].shape[1]} and {negative[0].shape[1]})"
-        )
-    if guidance.batching != "auto":
-        return guidance.batching == "batched", f"guidance: {passes} passes a step, {guidance.batching} as asked"
-    need = passes * sampling_bytes(model.config, request, item_bytes=model.module.dtype.itemsize, recorded=False)
-    free = device_free_bytes(model.device)
-    batched = free is None or need <= free
-    about = f"a batch needs about {in_words(need)}" + ("" if free is None else f", {in_words(free)} are free")
-    return batched, f"guidance: {passes} passes a step, {'as one batch' if batched else 'one after the other'}: {about}"
+        batched = False
+        words = f"the two prompts have contexts of different length, {contexts[0].shape[1]} and {negative[0].shape[1]}"
+    elif batching != "auto":
+        batched, words = batching == "batched", "as asked"
+    else:
+        batched, words = _fits_as_batch(model, request)
+    return batched, f"guidance: {passes} passes a step, {'as one batch' if batched else 'one after the other'}: {words}"
 
 
 class _Kinds:
@@ -283,16 +302,39 @@ class _Kinds:
         return StepConstants(forwards, passes, rules.get("video"), rules.get("audio"), sampler)
 
 
+class _MadeInTheLoop(Sequence[StepModulation]):
+    """AdaLN rows made at each step's start, on the device, where the rows of all steps would take too much memory."""
+
+    def __init__(self, make: Callable[[int], StepModulation | None], steps: int):
+        self._make = make
+        self._steps = steps
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __getitem__(self, index: int) -> StepModulation | None:
+        return self._make(index)
+
+
 def _modulation(
-    model: TransformerModel, request: SampleRequest, constants: StepConstants, sigma: Tensor
-) -> StepModulation | None:
-    """AdaLN rows of one model call. A stream that is given as a whole is at sigma 0."""
-    if not constants.forwards:
-        return None
-    sigma_video, sigma_audio = (
-        torch.zeros(()) if state is not None and state.frozen else sigma for state in (request.video, request.audio)
-    )
-    return model.module.modulation(constants.forwards[0], sigma_video, sigma_audio)
+    model: TransformerModel, constants: list[StepConstants], sigmas: list[Tensor | None], frozen: dict[str, bool]
+) -> Sequence[StepModulation | None]:
+    """AdaLN rows of one model call in every step; None where a step has no such call. A stream that is given as a whole is at
+    sigma 0."""
+    on_device = torch.tensor([0.0 if sigma is None else float(sigma) for sigma in sigmas], device=model.device)
+    zero = torch.zeros((), device=model.device)
+
+    def make(index: int) -> StepModulation | None:
+        if sigmas[index] is None or not constants[index].forwards:
+            return None
+        video, audio = (zero if frozen.get(name) else on_device[index] for name in ("video", "audio"))
+        return model.module.modulation(constants[index].forwards[0], video, audio)
+
+    first = make(0)
+    step_bytes = sum(tensor.nbytes for _, tensor in named_tensors(first))
+    if step_bytes * len(sigmas) > _MODULATION_BYTES:
+        return _MadeInTheLoop(make, len(sigmas))
+    return [first, *(make(index) for index in range(1, len(sigmas)))]
 
 
 def _noise_source(model: TransformerModel, request: SampleRequest) -> ReferenceNoise | ComfyNoise:

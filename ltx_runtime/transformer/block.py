@@ -109,7 +109,7 @@ class TransformerBlock(nn.Module):
         skip: bool,
         keep: Tensor | None,
     ) -> None:
-        shift, scale, gate = _rows(modulation.blocks[layer, 0:3], constants)
+        shift, scale, gate = _rows(modulation.block_rows(layer, 0), constants)
         normed = modulate(self._norm(x), scale, shift)
         out = attention(normed, rope=constants.rope, bias=constants.attention_bias, qk_eps=qk_eps, skip=skip, keep=keep)
         x.addcmul_(out, gate)
@@ -123,7 +123,7 @@ class TransformerBlock(nn.Module):
         modulation: StreamModulation,
         qk_eps: float,
     ) -> None:
-        shift, scale, gate = _rows(modulation.blocks[layer, 6:9], constants)
+        shift, scale, gate = _rows(modulation.block_rows(layer, 6), constants)
         context_shift, context_scale = modulation.prompt[layer].unsqueeze(2).unbind(0)
         context = modulate(constants.context, context_scale, context_shift)
         out = attention(modulate(self._norm(x), scale, shift), context, qk_eps=qk_eps)
@@ -147,8 +147,8 @@ class TransformerBlock(nn.Module):
         # Both directions read the streams as they were before either was added.
         normed_video, normed_audio = self._norm(video), self._norm(audio)
         if a2v:
-            scale, shift = _rows(modulation.video.cross[layer, 0:2], constants.video)
-            context_scale, context_shift = _rows(modulation.audio.cross[layer, 0:2], constants.audio)
+            scale, shift = _rows(modulation.video.cross_rows(layer, 0), constants.video)
+            context_scale, context_shift = _rows(modulation.audio.cross_rows(layer, 0), constants.audio)
             out = self.audio_to_video_attn(
                 modulate(normed_video, scale, shift),
                 modulate(normed_audio, context_scale, context_shift),
@@ -163,8 +163,8 @@ class TransformerBlock(nn.Module):
                 # ComfyUI feeds v2a with the video stream after a2v (transformer.md section 18.1).
                 normed_video = self._norm(video)
         if v2a:
-            scale, shift = _rows(modulation.audio.cross[layer, 2:4], constants.audio)
-            context_scale, context_shift = _rows(modulation.video.cross[layer, 2:4], constants.video)
+            scale, shift = _rows(modulation.audio.cross_rows(layer, 2), constants.audio)
+            context_scale, context_shift = _rows(modulation.video.cross_rows(layer, 2), constants.video)
             out = self.video_to_audio_attn(
                 modulate(normed_audio, scale, shift),
                 modulate(normed_video, context_scale, context_shift),
@@ -184,7 +184,7 @@ class TransformerBlock(nn.Module):
         constants: StreamConstants,
         modulation: StreamModulation,
     ) -> None:
-        shift, scale, gate = _rows(modulation.blocks[layer, 3:6], constants)
+        shift, scale, gate = _rows(modulation.block_rows(layer, 3), constants)
         x.addcmul_(feed_forward(modulate(self._norm(x), scale, shift)), gate)
 
     def _norm(self, x: Tensor) -> Tensor:

@@ -75,6 +75,8 @@ class StreamModulation:
     """Modulation rows of one stream in one step, for all blocks, block tables included, in the activation dtype.
 
     L blocks; U distinct noise levels; S = 1, or B with a sigma per sample. Scales are stored as 1 + scale.
+    With many levels (a soft mask) rows for all blocks would fill the device: blocks and cross then hold what the blocks
+    share, L = 1 and scales as they are, and each block adds its own table.
     """
 
     blocks: Tensor  # (L, 9, U, width): shift, scale, gate of self attention, feed-forward, text attention's queries
@@ -82,6 +84,24 @@ class StreamModulation:
     cross: Tensor | None  # (L, 4, U, width): scale, shift in a2v; scale, shift in v2a
     cross_gate: Tensor | None  # (L, S, width): gate of the direction that updates this stream
     output: Tensor  # (2, U, width): shift, scale
+    block_tables: Tensor | None = None  # (blocks, 9, 1, width), only with many levels
+    cross_tables: Tensor | None = None  # (blocks, 4, 1, width), only with many levels
+
+    def block_rows(self, layer: int, first: int) -> Tensor:
+        """(3, U, width): the shift, scale and gate that begin at row `first` of this block."""
+        return _rows(self.blocks, self.block_tables, layer, slice(first, first + 3), scale=1)
+
+    def cross_rows(self, layer: int, first: int) -> Tensor:
+        """(2, U, width): the scale and shift that begin at row `first` of this block."""
+        return _rows(self.cross, self.cross_tables, layer, slice(first, first + 2), scale=0)
+
+
+def _rows(rows: Tensor, tables: Tensor | None, layer: int, part: slice, scale: int) -> Tensor:
+    if tables is None:
+        return rows[layer, part]
+    own = rows[0, part] + tables[layer, part]
+    own[scale].add_(1)
+    return own
 
 
 @dataclass(frozen=True)

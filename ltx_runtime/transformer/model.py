@@ -38,6 +38,8 @@ COMPATIBILITIES = ("reference", "comfyui")
 # Prompts are tokenised to 1024; longer ones (ComfyUI only) extend the context in whole register sets.
 CONTEXT_LENGTH = 1024
 _SAME_LEVEL = 1e-6
+# Above this many noise levels a step's rows are made block by block: at 22B rows for all blocks take 5 MB a level.
+MANY_LEVELS = 16
 
 
 class LTXTransformer(nn.Module):
@@ -372,24 +374,41 @@ class LTXTransformer(nn.Module):
         output_table: Tensor,
     ) -> StreamModulation:
         scale, dtype = self.config.timestep_scale, self.dtype
+        many = levels.numel() > MANY_LEVELS
         rows, embedding = adaln(levels * scale)
-        blocks = add_tables(tables, rows, dtype)
-        blocks[:, 1::3].add_(1)
+        if many:
+            blocks, block_tables = rows[None].contiguous(), add_tables(tables, None, dtype)
+        else:
+            blocks, block_tables = add_tables(tables, rows, dtype), None
+            blocks[:, 1::3].add_(1)
 
         prompt_rows = None if prompt_adaln is None else prompt_adaln(scalar * scale)[0]
         prompt = add_tables(prompt_tables, prompt_rows, dtype)
         prompt[:, 1].add_(1)
 
-        cross = cross_gate = None
+        cross = cross_gate = own_cross_tables = None
         if gate is not None:
-            cross = add_tables([table[:4] for table in cross_tables], cross_adaln(levels * scale)[0], dtype)
-            cross[:, 0::2].add_(1)
+            scale_shift_tables = [table[:4] for table in cross_tables]
+            cross_rows = cross_adaln(levels * scale)[0]
+            if many:
+                cross, own_cross_tables = cross_rows[None].contiguous(), add_tables(scale_shift_tables, None, dtype)
+            else:
+                cross = add_tables(scale_shift_tables, cross_rows, dtype)
+                cross[:, 0::2].add_(1)
             gate_rows = gate_adaln(gate * self.config.av_ca_timestep_scale)[0]
             cross_gate = add_tables([table[4:] for table in cross_tables], gate_rows, dtype).squeeze(1)
 
         output = output_table.to(dtype).unsqueeze(1) + embedding
         output[1].add_(1)
-        return StreamModulation(blocks=blocks, prompt=prompt, cross=cross, cross_gate=cross_gate, output=output)
+        return StreamModulation(
+            blocks=blocks,
+            prompt=prompt,
+            cross=cross,
+            cross_gate=cross_gate,
+            output=output,
+            block_tables=block_tables,
+            cross_tables=own_cross_tables,
+        )
 
 
 class _StreamSizes(NamedTuple):
