@@ -1,6 +1,7 @@
 """LTX-2.5 on the device, without ComfyUI: load, sample, decode, and a log of where the time went."""
 from .conditioning import audio_state, text_to_video_state
 from .errors import CaptureError, CheckpointError, LTXError, NonFiniteError, RequestError, RestartRequiredError, ShapeError
+from .lora import LoraSpec
 from .runtime import TransformerModel, load_transformer
 from .sampler import SampleRequest, SampleResult, TextFeatures, sample
 from .timing import Timeline
@@ -11,6 +12,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "LTXError",
+    "LoraSpec",
     "NonFiniteError",
     "RequestError",
     "RestartRequiredError",

@@ -9,7 +9,8 @@ from server import PACK_NAME, ROOT
 
 # Node id -> input names that design.md section 3 fixes. A node id and its input names never change after release.
 NODES = {
-    "LTXGraphModelLoader": {"unet_name"},
+    "LTXGraphModelLoader": {"unet_name", "lora"},
+    "LTXGraphLoRA": {"lora_name", "strength_model", "lora"},
     "LTXGraphVideoVAELoader": {"vae_name"},
     "LTXGraphUpscalerLoader": {"model_name"},
     "LTXGraphLatentUpscale": {"samples", "upscale_model", "video_vae", "report"},
