@@ -1,0 +1,78 @@
+"""Each benchmark runs with tiny weights and ends in one JSON line; the file for the load benchmark is a model's."""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ltx_runtime.checkpoint import read_header
+from ltx_runtime.runtime import TransformerModel
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def run(name: str, *arguments: str) -> tuple[str, dict]:
+    """(what it printed before, the JSON of its last line)."""
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / f"{name}.py"), "--tiny", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, encoding="utf-8", timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    *table, last = done.stdout.splitlines()
+    result = json.loads(last)
+    assert result["benchmark"] == name and result["environment"]["weights"] == "tiny"
+    return "\n".join(table), result
+
+
+def test_scaling():
+    table, result = run("scaling", "--steps", "1", "--repeats", "1")
+    rows = {row["phase"]: row for row in result["rows"] if row["mode"] == "off"}
+    assert {"prepare", "sample.step", "decode.video.chunk", "transfer.to_host", "unaccounted"} <= set(rows)
+    assert len(result["sizes"]) == 6 and all(row["points"] == 6 for row in rows.values())
+    assert {row["unit"] for row in rows.values()} == {"tokens", "voxels"}
+    for row in rows.values():
+        assert row["constant_ms"] >= 0 and row["slope_ms"] >= 0 and f"| {row['phase']} |" in table
+        assert all(0 < point["wall_ms"] <= point["render_ms"] * 1.01 for point in row["measured"])
+    assert "fixed cost of a render" in table
+
+
+def test_load():
+    table, result = run("load", "--repeats", "2")
+    warm = {row["method"]: row for row in result["rows"] if row["state"] == "warm"}
+    assert set(warm) == {"LTX Graph loader", "safetensors.torch.load_file"}
+    for row in warm.values():
+        assert row["equal"] is True and row["gb_per_s"] > 0 and row["seconds"]["runs"] == 2
+        assert row["reading_seconds"]["median"] <= row["seconds"]["median"]
+    assert "every bit equal: True" in table
+
+
+def test_decode():
+    table, result = run("decode", "S0", "--repeats", "1", "--chunks", "0", "1")
+    whole, streamed = result["rows"]
+    assert whole["ran_as"].startswith("whole clip") and streamed["ran_as"].startswith("exact stream")
+    assert whole["max_difference_to_whole"] == 0 and streamed["max_difference_to_whole"] < 1e-5
+    assert whole["decode_ms"]["runs"] == 1 and "| S0 64x64x17 | whole |" in table
+
+
+@pytest.fixture
+def load_benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import load
+
+    return load
+
+
+def test_the_load_benchmarks_file_is_a_transformer_of_fewer_blocks(load_benchmark, tmp_path):
+    path = tmp_path / "slice.safetensors"
+    load_benchmark.write_slice(path, blocks=1, fill=False)
+    model = TransformerModel(read_header(path), device="cpu")
+    assert model.config.num_layers == 1 and 5e9 < model.weights_bytes < 6e9
+    assert path.stat().st_size == pytest.approx(model.weights_bytes, rel=1e-3)
+    path.unlink()  # a hole of 6 GB where the file system has no holes
+    assert [load_benchmark.blocks_within(size) for size in (1e9, 8e9, 1e12)] == [1, 4, 48]
