@@ -1,5 +1,5 @@
 """From renders to a verdict: two finished clips (`judge_clips`), or both arms run here (`run_parity`): eager and graphed,
-several seeds and replays, judged on latents, unclamped decoder output and frames.
+several seeds and replays, judged on latents, unclamped decoder output, frames and waveform.
 
 Reading order: `judge_clips`; `run_parity`, `_Arms`, `_judged`. The comparing itself is in parity.py.
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .audio_vae import AudioVAE
 from .cuda_graph import unavailable_reason
 from .errors import CaptureError, RequestError
 from .gpu_activity import measure_gpu_busy
@@ -137,6 +138,7 @@ def run_parity(
     seeds: int,
     tolerance: float,
     timelines: Callable[[str], Timeline],
+    audio_vae: AudioVAE | None = None,
     load: Callable[[Timeline], None] = lambda timeline: None,
     without_graphs: str = "",
     measure_residency: bool = False,
@@ -147,15 +149,20 @@ def run_parity(
 
     request: needs a video part. Its seed is the first of `seeds` seeds counted upwards; a given start noise is used for the
     first seed only. replays: graphed renders of each seed, in turns, so that every replay finds other inputs than the one
-    before. timelines(arm): a new timeline for an arm. load(timeline): brings the weights, in the first arm's timeline.
+    before. audio_vae: decodes the sound, which is then judged as the frames are; without it only the sound's latent is.
+    timelines(arm): a new timeline for an arm. load(timeline): brings the weights, in the first arm's timeline.
     without_graphs: why the host forbids graphs, empty when it doesn't.
     measure_residency: afterwards run the loop of each arm and one decode once more under the profiler, which then slows every
     launch of the process down; no time in the timelines is touched by it.
-    on_progress(done, total): in steps, a decode counting as one.
-    Raises RequestError, and all that `sample` and `VideoVAE.decode_raw` raise.
+    on_progress(done, total): in steps, the decoding of a render counting as one.
+    Raises RequestError, and all that `sample` and the decoders raise.
     """
     if request.video is None:
         raise RequestError("latent_image: parity is judged on decoded frames; connect a latent with a video part.")
+    if audio_vae is not None and request.audio is None:
+        raise RequestError(
+            "audio_vae: latent_image holds no sound to decode. Connect video with audio, or no audio VAE."
+        )
     if replays < 1 or seeds < 1:
         raise RequestError(f"replays={replays} and seeds={seeds} must both be at least 1.")
     cases = _cases(request, seeds)
@@ -178,7 +185,7 @@ def run_parity(
     repeated = arms.render(REPEATED, range(seeds) if refused else [0], cuda_graph="off")
 
     plan = vae.plan(request.video.shape.as_tuple())
-    judged = _judged(arms, vae, plan, eager, graphed, repeated, refused, tolerance)
+    judged = _judged(arms, vae, audio_vae, plan, eager, graphed, repeated, refused, tolerance)
     graphs = {renders[-1].arm: renders[-1].result.graph for renders in (eager, graphed, repeated) if renders}
     activities = {}
     if measure_residency:
@@ -259,14 +266,19 @@ class _Arms:
 
 @dataclass(frozen=True)
 class _Decoded:
-    unclamped: Tensor  # (B, 3, F, Hpx, Wpx) on the device
-    frames: Tensor  # (B*F, Hpx, Wpx, 3) float32 on the device
-    range: RangeStats
+    """All on the device. Sound is None where none was decoded."""
+
+    unclamped: Tensor  # (B, 3, F, Hpx, Wpx)
+    frames: Tensor  # (B*F, Hpx, Wpx, 3) float32
+    unclamped_sound: Tensor | None  # (B, channels, samples) float32
+    waveform: Tensor | None
+    ranges: tuple[RangeStats, ...]
 
 
 def _judged(
     arms: _Arms,
     vae: VideoVAE,
+    audio_vae: AudioVAE | None,
     plan: DecodePlan,
     eager: Sequence[_Render],
     graphed: Sequence[_Render],
@@ -283,8 +295,16 @@ def _judged(
                 render.result.video, plan=plan, timeline=timeline, check_cancelled=arms.check_cancelled
             )
             frames = torch.cat([to_frames(clip[None]) for clip in raw])
+            ranges = [frame_range(frames)]
+            sound = waveform = None
+            if audio_vae is not None:
+                sound = audio_vae.decode_raw(
+                    render.result.audio, timeline=timeline, check_cancelled=arms.check_cancelled
+                )
+                waveform = sound.clamp(-1, 1)
+                ranges.append(waveform_range(waveform))
         arms.counter.advance()
-        return _Decoded(raw, frames, frame_range(frames))
+        return _Decoded(raw, frames, sound, waveform, tuple(ranges))
 
     trials: dict[str, list[Trial]] = {GRAPHED: [], REPEATED: []}
     outputs = {}
@@ -296,18 +316,21 @@ def _judged(
             b = decode(other)
             trial = _compare(case.name, other.replay, first, a, other, b)
             trials[other.arm].append(trial)
-            frames = trial.comparisons[-1]
-            badness = (not frames.bit_exact, frames.max_abs or 0.0, other.arm == GRAPHED)
+            found = {c.name: c for c in trial.comparisons}
+            frames, waveform = found["frames"], found.get("waveform")
+            largest = max(c.max_abs or 0.0 for c in (frames, waveform) if c is not None)
+            exact = frames.bit_exact and (waveform is None or waveform.bit_exact)
+            badness = (not exact, largest, other.arm == GRAPHED)
             if kept is None or badness > kept[0]:
-                kept = (badness, (EAGER, other.arm), (a.frames.cpu(), b.frames.cpu()), frames)
+                kept = (badness, (EAGER, other.arm), (a.frames.cpu(), b.frames.cpu()), frames, waveform)
             del b  # makes room for the next
         del a
 
     question = Arm(GRAPHED, EAGER, tuple(trials[GRAPHED]), not_run=refused)
     control = Arm(REPEATED, EAGER, tuple(trials[REPEATED]))
     verdict = judge(question, [control], tolerance=tolerance, outputs=outputs)
-    _, names, clips, comparison = kept
-    return ParityOutcome(verdict, names, clips, comparison)
+    _, names, clips, frames, waveform = kept
+    return ParityOutcome(verdict, names, clips, frames, waveform)
 
 
 def _compare(case: str, replay: int, first: _Render, a: _Decoded, other: _Render, b: _Decoded) -> Trial:
@@ -317,8 +340,11 @@ def _compare(case: str, replay: int, first: _Render, a: _Decoded, other: _Render
         comparisons.append(compare_latents(first.result.audio, other.result.audio, "audio latent"))
     comparisons.append(compare_latents(a.unclamped, b.unclamped, "unclamped frames"))
     comparisons.append(compare_frames(a.frames, b.frames))
+    if a.waveform is not None:
+        comparisons.append(compare_waveforms(a.unclamped_sound, b.unclamped_sound, "unclamped waveform"))
+        comparisons.append(compare_waveforms(a.waveform, b.waveform))
     first_stage = next((c for c in comparisons if not c.bit_exact), None)
-    return Trial(case, tuple(comparisons), (a.range, b.range), replay, first_stage)
+    return Trial(case, tuple(comparisons), (*a.ranges, *b.ranges), replay, first_stage)
 
 
 def _cases(request: SampleRequest, seeds: int) -> list[_Case]:

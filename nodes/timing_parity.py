@@ -14,6 +14,7 @@ from ..ltx_runtime.pictures import difference_picture, timeline_picture
 from ..ltx_runtime.report_text import json_report, text_report
 from ..ltx_runtime.timing import Timeline
 from . import host, live
+from .audio import AudioVAE, audio_part
 from .decode import video_part
 from .load import VideoVAE
 from .sample import Report, arithmetic_inputs, cuda_graphs_refused, optional_sampling_inputs, read_job, sampling_inputs
@@ -132,6 +133,12 @@ class LTXGraphParityRun(io.ComfyNode):
                 *_judging_inputs(),
                 *arithmetic_inputs(),
                 *optional_sampling_inputs(),
+                AudioVAE.Input(
+                    "audio_vae",
+                    optional=True,
+                    tooltip="From LTX Graph Audio VAE Loader: the sound is decoded and judged too. Without it only the sound's "
+                    "latent is.",
+                ),
                 io.Boolean.Input(
                     "measure_residency",
                     default=True,
@@ -159,23 +166,29 @@ class LTXGraphParityRun(io.ComfyNode):
         seeds: int,
         tolerance: float,
         on_difference: str,
+        audio_vae: host.DeviceModel | None = None,
         measure_residency: bool = True,
         **inputs,
     ) -> io.NodeOutput:
         job = read_job(model, **inputs)
+        models = [model, video_vae]
         decoding = video_vae.model.plan(video_part(inputs["latent_image"], "latent_image").shape, free_bytes=0)
+        activation_bytes = job.activation_bytes(recorded=True) + decoding.peak_bytes
+        if audio_vae is not None:
+            models.append(audio_vae)
+            activation_bytes += audio_vae.model.decode_bytes(audio_part(inputs["latent_image"], "latent_image").shape)
         logs: dict[str, Timeline] = {}
         feeds: list[live.Feed] = []
 
         def timeline_of(arm: str) -> Timeline:
             feed = host.new_feed(arm)
             feeds.append(feed)
-            logs[arm] = host.new_timeline([model, video_vae], f"-{arm.replace(' ', '-')}", on_event=feed.wake)
+            logs[arm] = host.new_timeline(models, f"-{arm.replace(' ', '-')}", on_event=feed.wake)
             feed.timeline = logs[arm]
             return logs[arm]
 
         def load(timeline: Timeline) -> None:
-            host.make_resident([model, video_vae], timeline, job.activation_bytes(recorded=True) + decoding.peak_bytes)
+            host.make_resident(models, timeline, activation_bytes)
 
         try:
             outcome = run_parity(
@@ -187,6 +200,7 @@ class LTXGraphParityRun(io.ComfyNode):
                 seeds=seeds,
                 tolerance=tolerance,
                 timelines=timeline_of,
+                audio_vae=None if audio_vae is None else audio_vae.model,
                 without_graphs=cuda_graphs_refused(),
                 measure_residency=measure_residency,
                 check_cancelled=host.cancel_check(),
@@ -198,8 +212,19 @@ class LTXGraphParityRun(io.ComfyNode):
             for feed in feeds:
                 feed.close()
         settings = job.settings | {"video_vae": video_vae.name, "replays": replays, "seeds": seeds}
+        if audio_vae is not None:
+            settings["audio_vae"] = audio_vae.name
         renders = {
             arm: host.RenderReport(timeline, settings, job.notes, outcome.graphs.get(arm), outcome.activities.get(arm))
             for arm, timeline in logs.items()
         }
-        return _finished(cls, outcome.verdict, outcome.clips, outcome.names, outcome.frames, None, renders, on_difference)
+        return _finished(
+            cls,
+            outcome.verdict,
+            outcome.clips,
+            outcome.names,
+            outcome.frames,
+            outcome.waveform,
+            renders,
+            on_difference,
+        )

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ltx_runtime import tiny
+from ltx_runtime.audio_vae import load_audio_vae
 from ltx_runtime.conditioning import audio_state, text_to_video_state
 from ltx_runtime.conditioning_file import load_conditioning
 from ltx_runtime.errors import RequestError
@@ -115,6 +116,40 @@ def test_without_cuda_eager_is_repeated_and_nothing_passes(models, request_):
         phases = timeline.summary()["phases"]
         assert phases["sample.step"]["count"] == 4 and phases["decode.video.chunk"]["count"] == 2
     assert all(done <= total for done, total in progress)
+
+
+def test_sound_is_decoded_and_judged_when_its_vae_is_there(models, tiny_files, request_):
+    audio_vae = load_audio_vae(tiny_files["audio_vae"], device="cpu")
+    eager = Timeline(None)
+    outcome = run_parity(
+        *models,
+        request_,
+        replays=1,
+        seeds=1,
+        tolerance=0.0,
+        timelines=lambda arm: eager if arm == "eager" else Timeline(None),
+        audio_vae=audio_vae,
+    )
+    compared = [c["name"] for c in outcome.verdict.numbers["comparisons"]]
+    assert compared == [
+        "latent", "audio latent", "unclamped frames", "frames", "unclamped waveform", "waveform"
+    ]
+    assert outcome.waveform.shape == (1, 2, 480 * (4 * 9 - 3)) and outcome.waveform.bit_exact
+    assert {r["name"] for r in outcome.verdict.numbers["ranges"]} == {"frames", "waveform"}
+    assert eager.summary()["phases"]["decode.audio"]["count"] > 0
+
+
+def test_an_audio_vae_without_sound_is_refused(models, tiny_files, request_):
+    with pytest.raises(RequestError, match="holds no sound"):
+        run_parity(
+            *models,
+            dataclasses.replace(request_, audio=None),
+            replays=1,
+            seeds=1,
+            tolerance=0.0,
+            timelines=lambda arm: Timeline(None),
+            audio_vae=load_audio_vae(tiny_files["audio_vae"], device="cpu"),
+        )
 
 
 def test_residency_on_the_cpu_is_not_measured_and_says_so(models, request_):

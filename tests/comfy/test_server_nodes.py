@@ -39,7 +39,7 @@ NODES = {
     "LTXGraphParityRun": {
         "model", "positive", "negative", "latent_image", "seed", "noise", "schedule", "steps", "sigmas", "sampler_name", "sampler",
         "noise_convention", "compatibility", "video_vae", "replays", "seeds", "tolerance", "on_difference",
-        "measure_residency",
+        "measure_residency", "audio_vae",
     },
     "LTXGraphSaveConditioning": {"conditioning", "filename_prefix"},
     "LTXGraphLoadConditioning": {"conditioning_name"},
