@@ -1,4 +1,6 @@
-"""How a phase's cost grows: constant + slope * size by least squares, and what that says about it. Numbers in, numbers out."""
+"""How a phase's cost grows: constant + slope * size by least squares, and what that says about it. Numbers in, numbers
+out."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -7,7 +9,8 @@ from itertools import combinations
 
 import numpy as np
 
-# CPU time this near to wall while the GPU is idle for more than half of it: the host does the work, one thing after another.
+# CPU time this near to wall while the GPU is idle for more than half of it: the host does the work, one thing after
+# another.
 SERIAL_CPU_SHARE = 0.8
 SERIAL_GPU_BUSY = 0.5
 # A phase whose fixed part is this share of its cost at the largest size does not follow the size.
@@ -16,7 +19,8 @@ CONSTANT_SHARE = 0.75
 
 @dataclass(frozen=True)
 class Fit:
-    """cost(x) = constant + slope * x + quadratic * x**2, no part negative. error: largest relative distance of a point."""
+    """cost(x) = constant + slope * x + quadratic * x**2, no part negative. error: largest relative distance of a
+    point."""
 
     constant: float
     slope: float
@@ -60,7 +64,9 @@ def fit_cost(x: Sequence[float], y: Sequence[float], *, quadratic: bool = False)
     """
     x, y = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     if len(x) != len(y) or len(set(x)) < 2:
-        raise ValueError(f"{len(x)} sizes ({len(set(x))} different) and {len(y)} costs; two different sizes are the least")
+        raise ValueError(
+            f"{len(x)} sizes ({len(set(x))} different) and {len(y)} costs; two different sizes are the least"
+        )
     if not (y > 0).all():
         raise ValueError("a cost is not positive")
     unit = x.max()
@@ -82,8 +88,8 @@ def fit_cost(x: Sequence[float], y: Sequence[float], *, quadratic: bool = False)
 def judge_phase(points: Sequence[Point], *, quadratic: bool = False) -> dict:
     """A phase over several sizes: its fit, its share of the wall, and what is flagged.
 
-    flags: "serial" (at some size the host works alone, see SERIAL_*), "constant" (hardly grows with the size). Values named
-    smallest and largest stand for the points of smallest and largest x.
+    flags: "serial" (at some size the host works alone, see SERIAL_*), "constant" (hardly grows with the size). Values
+    named smallest and largest stand for the points of smallest and largest x.
     """
     fit = fit_cost([p.x for p in points], [p.wall_ms for p in points], quadratic=quadratic)
     smallest, largest = min(points, key=lambda p: p.x), max(points, key=lambda p: p.x)

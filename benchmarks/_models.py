@@ -1,4 +1,6 @@
-"""What the benchmarks share: full-size random models on CUDA, or the tiny checkpoints anywhere (--tiny), requests, output."""
+"""What the benchmarks share: full-size random models on CUDA, or the tiny checkpoints anywhere (--tiny), requests,
+output."""
+
 from __future__ import annotations
 
 import argparse
@@ -26,7 +28,9 @@ FRAME_RATE = 24.0
 def parser_of(doc: str) -> argparse.ArgumentParser:
     """A parser with the options that every benchmark has."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--tiny", action="store_true", help="tiny weights and clips: runs anywhere, its figures mean nothing")
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny weights and clips: runs anywhere, its figures mean nothing"
+    )
     parser.add_argument("--json", help="write the full numbers here")
     return parser
 
@@ -45,7 +49,9 @@ def open_models(tiny: bool) -> Models:
         with tempfile.TemporaryDirectory() as folder:
             files = write_tiny_checkpoints(Path(folder))
             return Models(
-                load_transformer(files["transformer"], device=device), load_video_vae(files["video_vae"], device=device), device
+                load_transformer(files["transformer"], device=device),
+                load_video_vae(files["video_vae"], device=device),
+                device,
             )
     if device.type != "cuda":
         raise SystemExit("full-size models need CUDA; --tiny runs on the CPU.")
@@ -56,8 +62,16 @@ def open_models(tiny: bool) -> Models:
 
 
 def clip_request(
-    model: TransformerModel, size: tuple[int, int, int], *, steps: int = 8, seed: int = 1, prompt: int = 1, prompt_tokens: int = 200,
-    frame_rate: float = FRAME_RATE, audio: bool = True, sampler: str = "euler_ancestral",
+    model: TransformerModel,
+    size: tuple[int, int, int],
+    *,
+    steps: int = 8,
+    seed: int = 1,
+    prompt: int = 1,
+    prompt_tokens: int = 200,
+    frame_rate: float = FRAME_RATE,
+    audio: bool = True,
+    sampler: str = "euler_ancestral",
 ) -> SampleRequest:
     """A text-to-video request. size: width, height, frames. steps: the last ones of the distilled schedule."""
     width, height, frames = size
@@ -65,7 +79,9 @@ def clip_request(
     return SampleRequest(
         video=text_to_video_state(VideoLatentShape.from_pixels(width, height, frames), frame_rate),
         audio=audio_state(AudioLatentShape(1, 8, audio_latent_frames(frames, frame_rate), 16)) if audio else None,
-        text=TextFeatures(torch.randn(1, prompt_tokens, features, generator=torch.Generator().manual_seed(prompt)), processed=False),
+        text=TextFeatures(
+            torch.randn(1, prompt_tokens, features, generator=torch.Generator().manual_seed(prompt)), processed=False
+        ),
         sigmas=distilled_sigmas()[-steps - 1 :],
         seed=seed,
         sampler=sampler,
@@ -81,7 +97,11 @@ def measured_on(device: torch.device, tiny: bool) -> dict:
     if device.type == "cuda":
         found = environment()
     else:
-        found = {"device": platform.processor() or "cpu", "torch": torch.__version__, "python": platform.python_version()}
+        found = {
+            "device": platform.processor() or "cpu",
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
     return found | ({"weights": "tiny"} if tiny else {})
 
 

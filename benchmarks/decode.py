@@ -1,10 +1,12 @@
-"""The conv video decode: whole and streamed, to frames on the host and raw on the device; GPU time, memory against the plan.
+"""The conv video decode: whole and streamed, to frames on the host and raw on the device; GPU time, memory against the
+plan.
 
     python3 dev.py bench decode [S0 S1 S2] [--chunks 0 8 4 2] [--repeats 5] [--json FILE] [--tiny]
 
-A chunk is a number of latent frames, 0 the whole clip. GPU time comes from CUPTI at the very end. Differences are of the streamed
-frames to those of the whole clip.
+A chunk is a number of latent frames, 0 the whole clip. GPU time comes from CUPTI at the very end. Differences are of
+the streamed frames to those of the whole clip.
 """
+
 from __future__ import annotations
 
 import time
@@ -56,19 +58,21 @@ def measure(models: Models, name: str, size, chunks, repeats: int) -> list[dict]
         if chunk == 0:
             whole = frames
         difference = None if whole is None else float((frames - whole).abs().max())
-        rows.append({
-            "size": name,
-            "pixels": size_name(size),
-            "chunk_latent_frames": chunk,
-            "ran_as": plan.reason,
-            "decode_ms": spread([wall for wall, _ in to_host]),
-            "decode_raw_ms": spread([wall for wall, _ in raw]),
-            "peak_bytes": to_host[-1][1],
-            "raw_peak_bytes": raw[-1][1],
-            "planned_peak_bytes": plan.peak_bytes,
-            "max_difference_to_whole": difference,
-            "differing_values": None if whole is None else int((frames != whole).sum()),
-        })
+        rows.append(
+            {
+                "size": name,
+                "pixels": size_name(size),
+                "chunk_latent_frames": chunk,
+                "ran_as": plan.reason,
+                "decode_ms": spread([wall for wall, _ in to_host]),
+                "decode_raw_ms": spread([wall for wall, _ in raw]),
+                "peak_bytes": to_host[-1][1],
+                "raw_peak_bytes": raw[-1][1],
+                "planned_peak_bytes": plan.peak_bytes,
+                "max_difference_to_whole": difference,
+                "differing_values": None if whole is None else int((frames != whole).sum()),
+            }
+        )
         del frames
     return rows
 
@@ -105,24 +109,39 @@ def profile(models: Models, size, chunk: int) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    head = ["size", "chunk", "decode ms (min-max)", "raw on the device ms", "GPU ms", "busy", "launches",
-            "peak / planned GB", "largest difference to the whole"]
+    head = [
+        "size",
+        "chunk",
+        "decode ms (min-max)",
+        "raw on the device ms",
+        "GPU ms",
+        "busy",
+        "launches",
+        "peak / planned GB",
+        "largest difference to the whole",
+    ]
     lines = []
     for row in rows:
         wall, raw, gpu = row["decode_ms"], row["decode_raw_ms"], row.get("gpu_ms")
         peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.2f}"
         difference, count = row["max_difference_to_whole"], row["differing_values"]
-        lines.append([
-            f"{row['size']} {row['pixels']}",
-            str(row["chunk_latent_frames"] or "whole"),
-            f"{wall['median']:.1f} ({wall['min']:.1f}-{wall['max']:.1f})",
-            f"{raw['median']:.1f} ({raw['min']:.1f}-{raw['max']:.1f})",
-            "-" if gpu is None else f"{gpu:.1f}",
-            "-" if gpu is None else f"{gpu / raw['median']:.0%}",
-            str(row.get("launches", "-")),
-            f"{peak} / {row['planned_peak_bytes'] / 1e9:.2f}",
-            "-" if difference is None else "equal bit for bit" if not count else f"{difference:.2g} in {count:,} values",
-        ])
+        lines.append(
+            [
+                f"{row['size']} {row['pixels']}",
+                str(row["chunk_latent_frames"] or "whole"),
+                f"{wall['median']:.1f} ({wall['min']:.1f}-{wall['max']:.1f})",
+                f"{raw['median']:.1f} ({raw['min']:.1f}-{raw['max']:.1f})",
+                "-" if gpu is None else f"{gpu:.1f}",
+                "-" if gpu is None else f"{gpu / raw['median']:.0%}",
+                str(row.get("launches", "-")),
+                f"{peak} / {row['planned_peak_bytes'] / 1e9:.2f}",
+                "-"
+                if difference is None
+                else "equal bit for bit"
+                if not count
+                else f"{difference:.2g} in {count:,} values",
+            ]
+        )
     return markdown(head, lines)
 
 

@@ -2,10 +2,11 @@
 
     python3 dev.py bench load [--gb 8] [--repeats 5] [--dir FOLDER] [--json FILE] [--tiny]
 
-The file is made here: the published transformer's tensors by name, type and shape, with as few blocks as --gb allows, filled with
-random bytes. Warm runs find it in the page cache. Cold ones drop it from there first where the system allows that, and then
-measure the disk of this machine; they mean nothing elsewhere.
+The file is made here: the published transformer's tensors by name, type and shape, with as few blocks as --gb allows,
+filled with random bytes. Warm runs find it in the page cache. Cold ones drop it from there first where the system
+allows that, and then measure the disk of this machine; they mean nothing elsewhere.
 """
+
 from __future__ import annotations
 
 import gc
@@ -70,7 +71,8 @@ def _block_of(name: str) -> int | None:
 
 
 def write_slice(path: Path, *, blocks: int, fill: bool = True) -> None:
-    """A transformer file with the first `blocks` blocks of the published one. fill False leaves a hole instead of bytes."""
+    """A transformer file with the first `blocks` blocks of the published one. fill False leaves a hole instead of
+    bytes."""
     manifest, config = published()
     config = {**config, "transformer": {**config["transformer"], "num_layers": blocks}}
     header: dict = {"__metadata__": {"config": json.dumps(config), "model_version": "2.5.0"}}
@@ -95,8 +97,8 @@ def write_slice(path: Path, *, blocks: int, fill: bool = True) -> None:
 
 
 class Ours:
-    """The transformer's own way: ResidentModule, straight onto the device. `load` gives the seconds of reading and placing;
-    what it takes beside them goes into building the module, which the other loader does not do."""
+    """The transformer's own way: ResidentModule, straight onto the device. `load` gives the seconds of reading and
+    placing; what it takes beside them goes into building the module, which the other loader does not do."""
 
     name = "LTX Graph loader"
 
@@ -160,16 +162,18 @@ def measure(path: Path, device: torch.device, repeats: int) -> list[dict]:
         for name, measured in runs.items():
             seconds, reading = (spread([run[index] for run in measured]) for index in (0, 1))
             peaks = [peak for *_, peak in measured if peak is not None]
-            rows.append({
-                "method": name,
-                "state": state,
-                "file_bytes": file_bytes,
-                "seconds": seconds,
-                "reading_seconds": reading,
-                "gb_per_s": file_bytes / 1e9 / reading["median"],
-                "host_peak_bytes": {key: max(peak[key] for peak in peaks) for key in peaks[0]} if peaks else None,
-                "equal": same,
-            })
+            rows.append(
+                {
+                    "method": name,
+                    "state": state,
+                    "file_bytes": file_bytes,
+                    "seconds": seconds,
+                    "reading_seconds": reading,
+                    "gb_per_s": file_bytes / 1e9 / reading["median"],
+                    "host_peak_bytes": {key: max(peak[key] for peak in peaks) for key in peaks[0]} if peaks else None,
+                    "equal": same,
+                }
+            )
     return rows
 
 
@@ -209,7 +213,8 @@ def forget(path: Path) -> None:
 
 
 class HostPeak:
-    """Largest growth of this process's memory meanwhile: rss, of it anonymous and mapped from files. Linux only, else None."""
+    """Largest growth of this process's memory meanwhile: rss, of it anonymous and mapped from files. Linux only, else
+    None."""
 
     _FIELDS = {"rss": "VmRSS", "anonymous": "RssAnon", "from_files": "RssFile"}
 
@@ -245,13 +250,28 @@ class HostPeak:
 
 
 def table(rows: list[dict]) -> str:
-    head = ["loader", "page cache", "seconds (min-max)", "of them reading and placing", "GB/s of that", "host memory peak MiB: all, anonymous, from files"]
+    head = [
+        "loader",
+        "page cache",
+        "seconds (min-max)",
+        "of them reading and placing",
+        "GB/s of that",
+        "host memory peak MiB: all, anonymous, from files",
+    ]
     lines = []
     for row in rows:
         seconds, peak = row["seconds"], row["host_peak_bytes"]
         host = "-" if peak is None else ", ".join(f"{value / 2**20:.0f}" for value in peak.values())
-        lines.append([row["method"], row["state"], f"{seconds['median']:.3f} ({seconds['min']:.3f}-{seconds['max']:.3f})",
-                      f"{row['reading_seconds']['median']:.3f}", f"{row['gb_per_s']:.2f}", host])
+        lines.append(
+            [
+                row["method"],
+                row["state"],
+                f"{seconds['median']:.3f} ({seconds['min']:.3f}-{seconds['max']:.3f})",
+                f"{row['reading_seconds']['median']:.3f}",
+                f"{row['gb_per_s']:.2f}",
+                host,
+            ]
+        )
     return f"{rows[0]['file_bytes'] / 1e9:.2f} GB, every bit equal: {rows[0]['equal']}\n\n{markdown(head, lines)}"
 
 

@@ -1,11 +1,13 @@
-"""What does not shrink with the picture: each phase's cost as constant + slope * size, and the phases that run on the host alone.
+"""What does not shrink with the picture: each phase's cost as constant + slope * size, and the phases that run on the
+host alone.
 
     python3 dev.py bench scaling [--steps 4] [--repeats 3] [--modes off on] [--json FILE] [--tiny]
 
-Warm renders of three sizes x two lengths, eager and graphed. Sizes: video tokens for prepare and sampling (with a quadratic
-term, for attention), output voxels for decode and transfer. Loads, captures and first uses are not in it. GPU time comes from
-CUPTI at the very end, and from event pairs around replays.
+Warm renders of three sizes x two lengths, eager and graphed. Sizes: video tokens for prepare and sampling (with a
+quadratic term, for attention), output voxels for decode and transfer. Loads, captures and first uses are not in it. GPU
+time comes from CUPTI at the very end, and from event pairs around replays.
 """
+
 from __future__ import annotations
 
 import statistics
@@ -28,21 +30,33 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--modes", nargs="+", default=None, choices=["off", "on"], help="cuda_graph; default: both with CUDA")
+    parser.add_argument(
+        "--modes", nargs="+", default=None, choices=["off", "on"], help="cuda_graph; default: both with CUDA"
+    )
     arguments = parser.parse_args()
     models = open_models(arguments.tiny)
     modes = arguments.modes or (["off", "on"] if models.device.type == "cuda" else ["off"])
     sizes = TINY if arguments.tiny else FULL
     renders = {
-        (mode, size): warm_renders(models, size, mode, arguments.steps, arguments.repeats) for size in sizes for mode in modes
+        (mode, size): warm_renders(models, size, mode, arguments.steps, arguments.repeats)
+        for size in sizes
+        for mode in modes
     }
     # CUPTI last of all: once used, every launch of the process is slower.
     gpu = {size: gpu_times(models, size, arguments.steps) for size in sizes} if models.device.type == "cuda" else {}
     rows = []
     for mode in modes:
         rows += judged(mode, sizes, {size: renders[mode, size] for size in sizes}, gpu)
-    finish("scaling", arguments, models.device, table(rows, sizes), rows, sizes=[size_name(size) for size in sizes],
-           steps=arguments.steps, renders=[plain(key, value) for key, value in renders.items()])
+    finish(
+        "scaling",
+        arguments,
+        models.device,
+        table(rows, sizes),
+        rows,
+        sizes=[size_name(size) for size in sizes],
+        steps=arguments.steps,
+        renders=[plain(key, value) for key, value in renders.items()],
+    )
 
 
 def warm_renders(models: Models, size, mode: str, steps: int, repeats: int) -> dict[str, dict]:
@@ -51,8 +65,12 @@ def warm_renders(models: Models, size, mode: str, steps: int, repeats: int) -> d
     for index in range(repeats + 1):  # the first warms up, or captures
         timeline = Timeline(None, device=models.device)
         with timeline.segment("sampler"):
-            result = sample(models.transformer, clip_request(models.transformer, size, steps=steps), cuda_graph=mode,
-                            timeline=timeline)
+            result = sample(
+                models.transformer,
+                clip_request(models.transformer, size, steps=steps),
+                cuda_graph=mode,
+                timeline=timeline,
+            )
         with timeline.segment("decode"):
             models.vae.decode(result.video, timeline=timeline)
         if index:
@@ -67,8 +85,10 @@ def warm_renders(models: Models, size, mode: str, steps: int, repeats: int) -> d
 
 def merged(summary: dict) -> dict[str, dict]:
     """Phases of one render; the parts of the preparation as one, because the profiler sees them as one."""
-    phases = {"render": {"wall_ms": summary["wall_ms"], "cpu_ms": None, "gpu_ms": None},
-              "unaccounted": {"wall_ms": max(summary["unaccounted_ms"], 1e-3), "cpu_ms": None, "gpu_ms": None}}
+    phases = {
+        "render": {"wall_ms": summary["wall_ms"], "cpu_ms": None, "gpu_ms": None},
+        "unaccounted": {"wall_ms": max(summary["unaccounted_ms"], 1e-3), "cpu_ms": None, "gpu_ms": None},
+    }
     for name, phase in summary["phases"].items():
         key = "prepare" if name.startswith("prepare.") else name
         whole = phase["gpu_ms"] if phase["gpu_measured"] == phase["count"] else None
@@ -119,12 +139,21 @@ def judged(mode: str, sizes, renders: dict, gpu: dict) -> list[dict]:
             if phase is None:
                 continue
             gpu_ms = phase["gpu_ms"] if phase["gpu_ms"] is not None else gpu.get(size, {}).get(name)
-            points.append(Point(extent(size, name), phase["wall_ms"], phase["cpu_ms"] or 0.0, gpu_ms,
-                                renders[size]["render"]["wall_ms"]))
+            points.append(
+                Point(
+                    extent(size, name),
+                    phase["wall_ms"],
+                    phase["cpu_ms"] or 0.0,
+                    gpu_ms,
+                    renders[size]["render"]["wall_ms"],
+                )
+            )
         if len({point.x for point in points}) > 1:
             unit = "tokens" if name in BY_TOKENS else "voxels"
             row = judge_phase(points, quadratic=name in BY_TOKENS)
-            rows.append({"mode": mode, "phase": name, "unit": unit, **row, "measured": [vars(point) for point in points]})
+            rows.append(
+                {"mode": mode, "phase": name, "unit": unit, **row, "measured": [vars(point) for point in points]}
+            )
     return rows
 
 
@@ -142,8 +171,18 @@ def plain(key, phases: dict) -> dict:
 
 def table(rows: list[dict], sizes) -> str:
     small, large = (edge(sizes, key=lambda size: extent(size, "")) for edge in (min, max))
-    head = ["mode", "phase", "constant ms", "slope", "worst error", f"share of wall {size_name(small)}",
-            f"share of wall {size_name(large)}", "fixed part there", "GPU busy small-large", "flags"]
+    head = [
+        "mode",
+        "phase",
+        "constant ms",
+        "slope",
+        "worst error",
+        f"share of wall {size_name(small)}",
+        f"share of wall {size_name(large)}",
+        "fixed part there",
+        "GPU busy small-large",
+        "flags",
+    ]
     lines = []
     for row in rows:
         per, words = (1e3, "ms/1000 tokens") if row["unit"] == "tokens" else (1e6, "ms/Mvoxel")
@@ -152,11 +191,24 @@ def table(rows: list[dict], sizes) -> str:
             slope += f" + {row['quadratic_ms'] * 1e6:.3g} ms/(1000 tokens)^2"
         points = sorted(row["measured"], key=lambda point: point["x"])
         busy = ["-" if p["gpu_ms"] is None else f"{p['gpu_ms'] / p['wall_ms']:.0%}" for p in (points[0], points[-1])]
-        flags = ", ".join(f"{flag} at {row['serial_points']} of {row['points']} sizes" if flag == "serial" else flag
-                          for flag in row["flags"])
-        lines.append([row["mode"], row["phase"], f"{row['constant_ms']:.2f}", slope, f"{row['error']:.0%}",
-                      f"{row['share_smallest']:.1%}", f"{row['share_largest']:.1%}",
-                      f"{row['constant_share_smallest']:.0%} - {row['constant_share_largest']:.0%}", " - ".join(busy), flags])
+        flags = ", ".join(
+            f"{flag} at {row['serial_points']} of {row['points']} sizes" if flag == "serial" else flag
+            for flag in row["flags"]
+        )
+        lines.append(
+            [
+                row["mode"],
+                row["phase"],
+                f"{row['constant_ms']:.2f}",
+                slope,
+                f"{row['error']:.0%}",
+                f"{row['share_smallest']:.1%}",
+                f"{row['share_largest']:.1%}",
+                f"{row['constant_share_smallest']:.0%} - {row['constant_share_largest']:.0%}",
+                " - ".join(busy),
+                flags,
+            ]
+        )
     fixed = {}
     for row in rows:
         fixed[row["mode"]] = fixed.get(row["mode"], 0.0) + row["constant_ms"]

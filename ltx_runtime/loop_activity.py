@@ -1,8 +1,9 @@
 """Does a render live on the GPU? Copies, waits and busy time of one step and of a whole denoising loop, from CUPTI.
 
-A measurement of its own, never part of a timed render: CUPTI slows the host while it records and every launch of the process
-afterwards.
+A measurement of its own, never part of a timed render: CUPTI slows the host while it records and every launch of the
+process afterwards.
 """
+
 from __future__ import annotations
 
 import time
@@ -24,8 +25,8 @@ _EDGE_BYTES_PER_STEP = 8
 @dataclass(frozen=True)
 class LoopActivity:
     """resident: None when it could not be measured. words: one plain sentence, begins with "resident: ".
-    step: activity between the kernels of one step, run eager (a recording holds the same kernels). loop: of the whole loop, its
-    edges included. decode: of one decode, when the caller measured one too. All as `plain_activity`.
+    step: activity between the kernels of one step, run eager (a recording holds the same kernels). loop: of the whole
+    loop, its edges included. decode: of one decode, when the caller measured one too. All as `plain_activity`.
     steps: of the loop. took_ms: what the measurement cost.
     """
 
@@ -73,8 +74,8 @@ def measure_loop_activity(model, request: SampleRequest, *, cuda_graph: str) -> 
 
 
 def plain_activity(activity: GpuActivity) -> dict[str, Any]:
-    """`GpuActivity.attrs`, with host_to_device_bytes and device_to_host_bytes added up over all copies, and waits: how often
-    the host waited for the device (None where the profiler did not show it)."""
+    """`GpuActivity.attrs`, with host_to_device_bytes and device_to_host_bytes added up over all copies, and waits: how
+    often the host waited for the device (None where the profiler did not show it)."""
     moved = {"HtoD": 0, "DtoH": 0}
     for copy in activity.memcpys:
         if copy.kind in moved:
@@ -91,8 +92,8 @@ def plain_activity(activity: GpuActivity) -> dict[str, Any]:
 def judge_activity(step: dict[str, Any], loop: dict[str, Any], total: int, took_ms: float) -> LoopActivity:
     """Resident or not. step, loop: `plain_activity` of one step and of the whole loop of `total` steps.
 
-    Resident means: no byte and no wait between the kernels of a step, nothing to the device in the whole loop, and to the host
-    only the finite flags at its edge.
+    Resident means: no byte and no wait between the kernels of a step, nothing to the device in the whole loop, and to
+    the host only the finite flags at its edge.
     """
     resident = (
         step["host_to_device_bytes"] == 0
@@ -114,6 +115,7 @@ def judge_activity(step: dict[str, Any], loop: dict[str, Any], total: int, took_
 def _moved_words(activity: dict[str, Any]) -> str:
     waits = activity["waits"]
     return (
-        f"{activity['host_to_device_bytes']} bytes to the device, {activity['device_to_host_bytes']} bytes to the host, "
+        f"{activity['host_to_device_bytes']} bytes to the device, "
+        f"{activity['device_to_host_bytes']} bytes to the host, "
         f"{'an unknown number of' if waits is None else waits} waits"
     )

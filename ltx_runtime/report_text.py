@@ -44,8 +44,8 @@ a new version; a field that changes its meaning or goes makes a new one.
     renders[].residency.activity[].host_to_device_bytes int
     renders[].residency.activity[].device_to_host_bytes int
     renders[].residency.activity[].host_waits int?
-    renders[].residency.gpu_busy{}          number? share, by phase: from the phase log where it was measured there, else
-                                                    the profiler's GPU time over the unprofiled wall of the same work
+    renders[].residency.gpu_busy{}          number? share, by phase: from the phase log where it was measured there,
+                                                    else the profiler's GPU time over the unprofiled wall of the work
     renders[].residency.nvml_zero_share{}   number? share of NVML samples that read 0 % utilisation, by phase
     residency.arm                           str?    the arm that the sentence is about; null when none was measured
     residency.resident                      bool?   false as soon as one measured arm is not resident
@@ -73,8 +73,8 @@ NOT_MEASURED = "resident: not measured; LTX Graph Parity Run measures it"
 
 
 class Render(Protocol):
-    """What a report needs to know of a render. settings: plain values by name. graph: `SampleResult.graph`. activity: what
-    the profiler saw of the arm, None where nobody measured."""
+    """What a report needs to know of a render. settings: plain values by name. graph: `SampleResult.graph`. activity:
+    what the profiler saw of the arm, None where nobody measured."""
 
     timeline: Timeline
     settings: Mapping[str, Any]
@@ -183,10 +183,13 @@ def _decode_wall_ms(events: Iterable[Mapping]) -> float:
 
 
 def _worst_residency(rendered: Sequence[Mapping]) -> dict[str, Any]:
-    """The sentence for the head of the report: a measured "no" before "not known" before "yes", the later arm of equals."""
+    """The sentence for the head of the report: a measured "no" before "not known" before "yes", the later arm of
+    equals."""
     measured = [render for render in rendered if render["residency"]["activity"]]
     if not measured:
-        words = next((r["residency"]["words"] for r in rendered if r["residency"]["words"] != NOT_MEASURED), NOT_MEASURED)
+        words = next(
+            (r["residency"]["words"] for r in rendered if r["residency"]["words"] != NOT_MEASURED), NOT_MEASURED
+        )
         return {"arm": None, "resident": None, "words": words}
     severity = {True: 0, None: 1, False: 2}
     shown = max(reversed(measured), key=lambda render: severity[render["residency"]["resident"]])
@@ -225,12 +228,16 @@ def as_text(report: Mapping[str, Any]) -> str:
 def _residency_lines(residency: Mapping[str, Any]) -> list[str]:
     lines = [residency["words"]]
     for part in residency["activity"]:
-        what = {"step": "one step, between its kernels", "loop": "the whole loop, edges included", "decode": "one decode"}
+        what = {
+            "step": "one step, between its kernels",
+            "loop": "the whole loop, edges included",
+            "decode": "one decode",
+        }
         waits = "waits unknown" if part["host_waits"] is None else f"{part['host_waits']} waits of the host"
         lines.append(
             f"  {what[part['part']]}: {part['kernels']:,} kernels, GPU {_ms(part['gpu_ms'])} ms, "
-            f"{_bytes(part['host_to_device_bytes'])} to the device, {_bytes(part['device_to_host_bytes'])} to the host, "
-            f"{waits}"
+            f"{_bytes(part['host_to_device_bytes'])} to the device, "
+            f"{_bytes(part['device_to_host_bytes'])} to the host, {waits}"
         )
     if residency["took_ms"] is not None:
         lines.append(f"  measured in {_ms(residency['took_ms'])} ms after all renders, in none of the times above")

@@ -1,4 +1,5 @@
 """Capture before it is needed, so that a served request never captures."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -17,9 +18,9 @@ def warm_up(
 ) -> dict:
     """Record the step of a request without rendering it. Returns the account, as in `SampleResult.graph`.
 
-    A later `sample` with cuda_graph "on" or "auto" replays at once when its shapes are those of the request; seed, prompt
-    (up to 1024 tokens), frame rate and sigmas may differ. Costs one eager step, one recording and one replay, shown as
-    the phases sample.warmup and sample.capture. Raises what `sample` raises before its first step.
+    A later `sample` with cuda_graph "on" or "auto" replays at once when its shapes are those of the request; seed,
+    prompt (up to 1024 tokens), frame rate and sigmas may differ. Costs one eager step, one recording and one replay,
+    shown as the phases sample.warmup and sample.capture. Raises what `sample` raises before its first step.
     """
     timeline = timeline or Timeline(None, device=model.device)
     check_request(request, model.config)

@@ -1,4 +1,5 @@
 """LTX Graph Warm Up: record the step of a render before it is asked for."""
+
 from __future__ import annotations
 
 from comfy_api.latest import io
@@ -22,7 +23,7 @@ class LTXGraphWarmUp(io.ComfyNode):
             node_id="LTXGraphWarmUp",
             display_name="LTX Graph Warm Up",
             category="LTXGraph",
-            description="Records the CUDA graph of a render's step ahead of time, so that the render itself never records.",
+            description="Records the CUDA graph of a render's step ahead of time: the render itself never records.",
             search_aliases=["LTX 2.5", "CUDA graph", "capture", "first run"],
             is_output_node=True,
             inputs=[
@@ -35,7 +36,9 @@ class LTXGraphWarmUp(io.ComfyNode):
                 ),
                 *arithmetic_inputs(),
                 *(given for given in optional_sampling_inputs() if given.id not in _WITHOUT_EFFECT),
-                Report.Input("report", optional=True, tooltip="From an earlier node of the same render; none starts a new log."),
+                Report.Input(
+                    "report", optional=True, tooltip="From an earlier node of the same render; none starts a new log."
+                ),
             ],
             outputs=[Model.Output(display_name="model"), Report.Output(display_name="report")],
         )
@@ -45,7 +48,9 @@ class LTXGraphWarmUp(io.ComfyNode):
         job = read_job(model, seed=0, **inputs)
         reason = cuda_graphs_refused() or unavailable_reason(model.model.device)
         if reason and on_capture_failure == "error":
-            raise CaptureError(f"nothing recorded: {reason}. Set on_capture_failure to eager to go on without a recording.")
+            raise CaptureError(
+                f"nothing recorded: {reason}. Set on_capture_failure to eager to go on without a recording."
+            )
         with host.stay(report, "LTXGraphWarmUp", [model]) as timeline:
             graph = None
             if reason:

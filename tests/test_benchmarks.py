@@ -1,4 +1,5 @@
 """Each benchmark runs with tiny weights and ends in one JSON line; the file for the load benchmark is a model's."""
+
 from __future__ import annotations
 
 import json
@@ -21,7 +22,10 @@ def run(name: str, *arguments: str) -> tuple[str, dict]:
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / f"{name}.py"), "--tiny", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, encoding="utf-8", timeout=300,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     *table, last = done.stdout.splitlines()

@@ -1,4 +1,5 @@
 """When a loop counts as resident, from what the profiler saw; and what the CPU answers."""
+
 from __future__ import annotations
 
 import pytest
@@ -10,12 +11,17 @@ STEPS = 8
 
 
 def seen(*copies: tuple[str, int | None], waits: int = 0, host: bool = True) -> dict:
-    """Activity of a call: one kernel, these copies (name, bytes), and so many waits of the host; host False: calls unseen."""
+    """Activity of a call: one kernel, these copies (name, bytes), and so many waits of the host; host False: calls
+    unseen."""
     records = [ActivityRecord("kernel", "gemm", 1000, 3000)]
     records += [ActivityRecord("gpu_memcpy", f"Memcpy {kind}", 4000, 5000, size) for kind, size in copies]
     if host:
-        records += [ActivityRecord("host", name, t, t + 1) for t, name in enumerate(
-            ["cudaMemGetInfo", *["cudaEventSynchronize"] * waits, "cudaLaunchKernel", "cudaMemGetInfo"])]
+        records += [
+            ActivityRecord("host", name, t, t + 1)
+            for t, name in enumerate(
+                ["cudaMemGetInfo", *["cudaEventSynchronize"] * waits, "cudaLaunchKernel", "cudaMemGetInfo"]
+            )
+        ]
     return plain_activity(summarize_activity(records, None, 1.0))
 
 
@@ -23,8 +29,13 @@ FLAGS = seen(("DtoH (Device -> Pinned)", 8 * STEPS), waits=STEPS)
 
 
 def test_copies_are_added_up_by_direction():
-    activity = seen(("HtoD (Pinned -> Device)", 10), ("HtoD (Pageable -> Device)", 5), ("DtoH (Device -> Pinned)", 7),
-                    ("DtoD (Device -> Device)", 1000), waits=3)
+    activity = seen(
+        ("HtoD (Pinned -> Device)", 10),
+        ("HtoD (Pageable -> Device)", 5),
+        ("DtoH (Device -> Pinned)", 7),
+        ("DtoD (Device -> Device)", 1000),
+        waits=3,
+    )
     assert (activity["host_to_device_bytes"], activity["device_to_host_bytes"], activity["waits"]) == (15, 7, 3)
     assert activity["kernel_count"] == 1 and activity["gpu_ms"] == pytest.approx(0.003)
 
@@ -41,12 +52,23 @@ def test_copies_are_added_up_by_direction():
         (seen(host=False), FLAGS, None),
         (seen(("DtoH (Device -> Pinned)", 4), host=False), FLAGS, False),
     ],
-    ids=["on the device", "more than the flags", "copied at the edge", "copied inside", "size unknown", "waited inside",
-         "waits unseen", "copied, waits unseen"],
+    ids=[
+        "on the device",
+        "more than the flags",
+        "copied at the edge",
+        "copied inside",
+        "size unknown",
+        "waited inside",
+        "waits unseen",
+        "copied, waits unseen",
+    ],
 )
 def test_resident(step, loop, resident):
     found = judge_activity(step, loop, STEPS, 12.0)
     assert found.resident is resident
     word = {True: "yes", False: "no", None: "not known"}[resident]
-    assert found.words.startswith(f"resident: {word}: between the kernels of a step ") and "whole loop of 8 steps" in found.words
+    assert (
+        found.words.startswith(f"resident: {word}: between the kernels of a step ")
+        and "whole loop of 8 steps" in found.words
+    )
     assert (found.steps, found.took_ms) == (STEPS, 12.0)

@@ -69,14 +69,22 @@ class Render:
 
 def part(gpu_ms: float, to_device: int = 0, to_host: int = 0, waits: int | None = 0) -> dict:
     """As `loop_activity.plain_activity` leaves it."""
-    return {"gpu_ms": gpu_ms, "kernel_count": 9195, "longest_gap_ms": 0.25, "host_to_device_bytes": to_device,
-            "device_to_host_bytes": to_host, "waits": waits}
+    return {
+        "gpu_ms": gpu_ms,
+        "kernel_count": 9195,
+        "longest_gap_ms": 0.25,
+        "host_to_device_bytes": to_device,
+        "device_to_host_bytes": to_host,
+        "waits": waits,
+    }
 
 
 def measured(answer: bool | None = True, **parts) -> LoopActivity:
     word = {True: "yes", False: "no", None: "not known"}[answer]
     parts = {"step": part(0.001), "loop": part(900.0, to_host=64, waits=8)} | parts
-    return LoopActivity(answer, f"resident: {word}: between the kernels of a step ...", **parts, steps=8, took_ms=2345.6)
+    return LoopActivity(
+        answer, f"resident: {word}: between the kernels of a step ...", **parts, steps=8, took_ms=2345.6
+    )
 
 
 def rendered(graph=NO_GRAPH, renders=1, **attrs) -> Render:
@@ -228,7 +236,11 @@ def with_activity(activity: LoopActivity, graph=NO_GRAPH) -> Render:
 
 
 def test_what_the_profiler_saw_is_in_the_report_as_documented():
-    arms = {"eager": with_activity(measured(decode=part(120.0))), "graphed": with_activity(measured()), "repeated": rendered()}
+    arms = {
+        "eager": with_activity(measured(decode=part(120.0))),
+        "graphed": with_activity(measured()),
+        "repeated": rendered(),
+    }
     report = json.loads(json.dumps(json_report(verdict(), arms), allow_nan=False))
     assert problems(report, documented()) == []
     found = report["renders"][0]["residency"]
@@ -236,15 +248,26 @@ def test_what_the_profiler_saw_is_in_the_report_as_documented():
     assert (found["host_to_device_bytes"], found["device_to_host_bytes"], found["host_waits"]) == (0, 0, 0)
     loop = {name: value for name, value in found["activity"][1].items() if name != "longest_gap_ms"}
     assert [activity["part"] for activity in found["activity"]] == ["step", "loop", "decode"]
-    assert loop == {"part": "loop", "gpu_ms": 900.0, "kernels": 9195, "host_to_device_bytes": 0,
-                    "device_to_host_bytes": 64, "host_waits": 8}
+    assert loop == {
+        "part": "loop",
+        "gpu_ms": 900.0,
+        "kernels": 9195,
+        "host_to_device_bytes": 0,
+        "device_to_host_bytes": 64,
+        "host_waits": 8,
+    }
     assert report["renders"][2]["residency"]["resident"] is None
 
 
 @pytest.mark.parametrize(
     ("answers", "arm", "resident"),
-    [((True, True), "graphed", True), ((False, True), "eager", False), ((None, True), "eager", None),
-     ((True, None), "graphed", None), ((None, False), "graphed", False)],
+    [
+        ((True, True), "graphed", True),
+        ((False, True), "eager", False),
+        ((None, True), "eager", None),
+        ((True, None), "graphed", None),
+        ((None, False), "graphed", False),
+    ],
 )
 def test_the_head_of_the_report_carries_the_worst_answer(answers, arm, resident):
     arms = {name: with_activity(measured(answer)) for name, answer in zip(("eager", "graphed"), answers)}
@@ -255,9 +278,16 @@ def test_the_head_of_the_report_carries_the_worst_answer(answers, arm, resident)
 
 
 def test_the_head_says_why_nothing_was_measured():
-    arms = {"eager": with_activity(LoopActivity(None, "resident: not measured, the model is on cpu")), "other": rendered()}
+    arms = {
+        "eager": with_activity(LoopActivity(None, "resident: not measured, the model is on cpu")),
+        "other": rendered(),
+    }
     report = json_report(verdict(), arms)
-    assert report["residency"] == {"arm": None, "resident": None, "words": "resident: not measured, the model is on cpu"}
+    assert report["residency"] == {
+        "arm": None,
+        "resident": None,
+        "words": "resident: not measured, the model is on cpu",
+    }
 
 
 def test_busy_and_idle_shares_by_phase_stand_in_the_report():
@@ -278,7 +308,8 @@ def test_busy_and_idle_shares_by_phase_stand_in_the_report():
     text = text_report(verdict(), {"eager": render})
     for words in (
         "one step, between its kernels: 9,195 kernels, GPU ",
-        "the whole loop, edges included: 9,195 kernels, GPU 900.0 ms, 0 bytes to the device, 64 bytes to the host, 8 waits",
+        "the whole loop, edges included: 9,195 kernels, GPU 900.0 ms, ",
+        ", 0 bytes to the device, 64 bytes to the host, 8 waits of the host",
         "measured in 2346 ms after all renders",
         "GPU busy: sample.step 50%, decode.video.chunk 25%",
         "NVML read zero in: prepare.constants 25%, sample.step 25%, decode.video.chunk 25%",

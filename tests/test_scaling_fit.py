@@ -1,4 +1,5 @@
 """The fixed-cost finder's arithmetic: recorded times in, constant, slope and flags out."""
+
 from __future__ import annotations
 
 import numpy as np

@@ -1,4 +1,5 @@
 """Recording ahead of time: what the CPU answers, what is refused, and what a person reads afterwards."""
+
 from __future__ import annotations
 
 import pytest
@@ -13,7 +14,13 @@ from ltx_runtime.shapes import VideoLatentShape
 from ltx_runtime.timing import Timeline
 from ltx_runtime.warm_up import recorded_words, warm_up
 
-CAPTURE = {"warmup_ms": 250.0, "capture_ms": 310.0, "first_replay_ms": 120.4, "static_bytes": 2**20, "graph_bytes": 3 * 2**20}
+CAPTURE = {
+    "warmup_ms": 250.0,
+    "capture_ms": 310.0,
+    "first_replay_ms": 120.4,
+    "static_bytes": 2**20,
+    "graph_bytes": 3 * 2**20,
+}
 
 
 @pytest.fixture(scope="module")

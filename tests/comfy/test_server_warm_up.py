@@ -1,4 +1,6 @@
-"""LTX Graph Warm Up through a real ComfyUI without CUDA: it passes the model through, says why, and changes no pixel."""
+"""LTX Graph Warm Up through a real ComfyUI without CUDA: it passes the model through, says why, and changes no
+pixel."""
+
 from __future__ import annotations
 
 import json
