@@ -11,7 +11,7 @@ from torch import Tensor
 from .checkpoint import CheckpointHeader, Progress, read_header, read_tensors
 from .config import TransformerConfig
 from .cuda_graph import GraphCache
-from .lora import Adapter, FusedWeights, LoraSpec, LoraState, fit_loras, generation_notes, linear_specs
+from .lora import Adapter, FusedWeights, LoraSpec, LoraState, fit_loras, linear_specs
 from .memory import device_free_bytes
 from .residency import ResidentModule
 from .timing import Timeline
@@ -38,11 +38,6 @@ class TransformerModel(ResidentModule):
     def loras(self) -> tuple[LoraSpec, ...]:
         """The LoRAs that act on the weights, in order; those of strength 0 are left out."""
         return tuple(adapter.spec for adapter in self._adapters)
-
-    @property
-    def lora_notes(self) -> tuple[str, ...]:
-        """What a user should know about LoRAs that fit but were made for another generation."""
-        return generation_notes(self._adapters, self.config.model_version)
 
     def set_loras(
         self, chain: Sequence[LoraSpec], timeline: Timeline | None = None, on_progress: Progress | None = None
