@@ -20,6 +20,8 @@ NODES = (
     ("duration", "LTXGraphDuration"),
     ("encode", "LTXGraphVideoEncode"),
     ("audio", "LTXGraphAudioEncode"),
+    ("given", "LTXGraphImageToVideo"),
+    ("given", "LTXGraphTemporalRegion"),
     ("warm_up", "LTXGraphWarmUp"),
     ("sample", "LTXGraphSampler"),
     ("upscale", "LTXGraphLatentUpscale"),

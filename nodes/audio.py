@@ -10,8 +10,9 @@ from torch import Tensor
 from ..ltx_runtime.audio_vae import AudioVAE as AudioVAEModel
 from ..ltx_runtime.checkpoint import read_header
 from ..ltx_runtime.errors import RequestError, ShapeError
-from ..ltx_runtime.shapes import AUDIO_LATENTS_PER_SECOND, audio_latent_frames
+from ..ltx_runtime.shapes import AUDIO_LATENTS_PER_SECOND, VideoLatentShape, audio_latent_frames
 from . import host, live
+from .decode import video_part
 from .latents import read_latent
 from .load import checked_file, file_verdict
 from .sample import Report
@@ -118,7 +119,13 @@ class LTXGraphAudioEncode(io.ComfyNode):
                     min=1.0,
                     max=1000.0,
                     step=0.01,
-                    tooltip="Frames a second of that video; not used with length 0.",
+                    tooltip="Frames a second of that video; not used without a length.",
+                ),
+                io.Latent.Input(
+                    "video_latent",
+                    optional=True,
+                    tooltip="The video that the sound goes with, empty or encoded: sets the length and wins over "
+                    "`length`.",
                 ),
                 Report.Input(
                     "report", optional=True, tooltip="From an earlier node of the same render; none starts a new log."
@@ -129,9 +136,17 @@ class LTXGraphAudioEncode(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, audio_vae: host.DeviceModel, audio, length: int = 0, frame_rate: float = 24.0, report=None
+        cls,
+        audio_vae: host.DeviceModel,
+        audio,
+        length: int = 0,
+        frame_rate: float = 24.0,
+        video_latent=None,
+        report=None,
     ) -> io.NodeOutput:
         waveform, sample_rate = read_audio(audio, "audio")
+        if video_latent is not None:
+            length = VideoLatentShape(*video_part(video_latent, "video_latent").shape).num_frames
         vae: AudioVAEModel = audio_vae.model
         seconds = waveform.shape[-1] / sample_rate
         latent_frames = _latent_frames(length, frame_rate)

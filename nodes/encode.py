@@ -1,11 +1,16 @@
 """LTX Graph Video Encode: IMAGE to LATENT."""
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 from comfy_api.latest import io
 from torch import Tensor
 
 from ..ltx_runtime.errors import RequestError, ShapeError
 from ..ltx_runtime.shapes import SPACE_FACTOR, TIME_FACTOR, check_pixel_size
+from ..ltx_runtime.timing import Timeline
 from ..ltx_runtime.video_vae import VideoEncoder
 from . import host, live
 from .load import VideoVAE, VideoVAEDevice
@@ -89,32 +94,71 @@ class LTXGraphVideoEncode(io.ComfyNode):
         overlap: int = 0,
         report=None,
     ) -> io.NodeOutput:
-        size = _asked_size(width, height)
-        device_model = video_vae.encoder
-        encoder: VideoEncoder = device_model.model
-        shape = encoder.latent_shape(pixels, size)
-        # The smallest stream is asked for: it gives the same latent, so no other model is evicted for a larger one.
-        smallest = encoder.plan(shape, free_bytes=0, temporal_size=TIME_FACTOR, tile_size=tile_size or _LARGEST_SIDE)
-        notes = _notes(pixels, shape.num_frames, size)
-        with host.stay(report, "LTXGraphVideoEncode", [device_model]) as timeline:
-            for note in notes:
-                timeline.note("encode.video.chunk", note)
-            host.make_resident([device_model], timeline, smallest.peak_bytes)
-            latent = encoder.encode(
-                pixels,
-                size=size,
-                temporal_size=temporal_size,
-                tile_size=tile_size,
-                overlap=overlap,
-                timeline=timeline,
-                check_cancelled=host.cancel_check(),
-                on_chunk=host.step_progress(),
-            )
-            with timeline.phase("transfer.to_host"):
-                latent = host.to_intermediate(latent)
-        settings = {"video_vae": video_vae.name, "encoded_video_latent": list(latent.shape)}
-        report = host.extend(report, timeline, settings=settings, notes=notes)
-        return io.NodeOutput({"samples": latent}, report, ui=live.shown({"": report}))
+        encoded = encode_images(
+            video_vae,
+            pixels,
+            _asked_size(width, height),
+            node="LTXGraphVideoEncode",
+            report=report,
+            temporal_size=temporal_size,
+            tile_size=tile_size,
+            overlap=overlap,
+        )
+        report = host.extend(report, encoded.timeline, settings=encoded.settings, notes=encoded.notes)
+        return io.NodeOutput({"samples": encoded.latent}, report, ui=live.shown({"": report}))
+
+
+@dataclass(frozen=True)
+class EncodedImages:
+    """latent: (B, 128, F, H, W) float32 where ComfyUI passes values. settings, notes: for the report."""
+
+    latent: Tensor
+    timeline: Timeline
+    settings: dict[str, Any]
+    notes: list[str]
+
+
+def encode_images(
+    video_vae: VideoVAEDevice,
+    pixels: Tensor,
+    size: tuple[int, int] | None,
+    *,
+    node: str,
+    report: host.RenderReport | None,
+    notes: Sequence[str] = (),
+    temporal_size: int = 0,
+    tile_size: int = 0,
+    overlap: int = 0,
+) -> EncodedImages:
+    """Encode an IMAGE on the device, as a stay of `node` in the report's render.
+
+    size: (width, height) to crop and resize to, None = as the images are. notes: said before those of the encoding.
+    Raises ShapeError for images off the grid, and all that VideoEncoder.encode raises.
+    """
+    device_model = video_vae.encoder
+    encoder: VideoEncoder = device_model.model
+    shape = encoder.latent_shape(pixels, size)
+    # The smallest stream is asked for: it gives the same latent, so no other model is evicted for a larger one.
+    smallest = encoder.plan(shape, free_bytes=0, temporal_size=TIME_FACTOR, tile_size=tile_size or _LARGEST_SIDE)
+    notes = [*notes, *_notes(pixels, shape.num_frames, size)]
+    with host.stay(report, node, [device_model]) as timeline:
+        for note in notes:
+            timeline.note("encode.video.chunk", note)
+        host.make_resident([device_model], timeline, smallest.peak_bytes)
+        latent = encoder.encode(
+            pixels,
+            size=size,
+            temporal_size=temporal_size,
+            tile_size=tile_size,
+            overlap=overlap,
+            timeline=timeline,
+            check_cancelled=host.cancel_check(),
+            on_chunk=host.step_progress(),
+        )
+        with timeline.phase("transfer.to_host"):
+            latent = host.to_intermediate(latent)
+    settings = {"video_vae": video_vae.name, "encoded_video_latent": list(latent.shape)}
+    return EncodedImages(latent, timeline, settings, notes)
 
 
 def _side(name: str) -> io.Input:

@@ -127,7 +127,8 @@ def read_latent(latent: Any, name: str) -> LatentParts:
                 f"{name}: the video part has batch {video.shape[0]}, the audio part {audio.shape[0]}. Make both the same."
             )
         return LatentParts(video, audio, latent)
-    if latent.get("type") == "audio" or _looks_like_audio(samples):
+    # LTXVSeparateAVLatent leaves `type: audio` on the video part too.
+    if (latent.get("type") == "audio" and samples.ndim != 5) or _looks_like_audio(samples):
         return LatentParts(None, _check_audio(samples, name), latent)
     return LatentParts(_check_video(samples, name), None, latent)
 

@@ -19,7 +19,9 @@ NODES = {
     },
     "LTXGraphAudioVAELoader": {"vae_name"},
     "LTXGraphAudioDecode": {"audio_vae", "samples", "report"},
-    "LTXGraphAudioEncode": {"audio_vae", "audio", "length", "frame_rate", "report"},
+    "LTXGraphAudioEncode": {"audio_vae", "audio", "length", "frame_rate", "video_latent", "report"},
+    "LTXGraphImageToVideo": {"video_vae", "image", "latent", "strength", "report"},
+    "LTXGraphTemporalRegion": {"latent", "start_time", "end_time", "regenerate", "frame_rate"},
     "LTXGraphDuration": {
         "model", "positive", "duration_head", "frame_rate", "min_seconds", "max_seconds", "report",
     },

@@ -1,5 +1,7 @@
 """Nodes that only the server tests have: what a broken or foreign node would put on a socket."""
 
+import json
+
 import torch
 from comfy.nested_tensor import NestedTensor
 
@@ -80,6 +82,30 @@ class LTXTestVideoNoise:
         return torch.zeros(latent["samples"].shape)
 
 
+class LTXTestDescribe:
+    """A LATENT as JSON: shapes, kind, and the noise mask averaged over each latent frame."""
+
+    RETURN_TYPES = ("STRING",)
+    FUNCTION = "run"
+    CATEGORY = "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"latent": ("LATENT",)}}
+
+    def run(self, latent):
+        def parts(value):
+            return [] if value is None else list(value.unbind()) if value.is_nested else [value]
+
+        described = {
+            "shapes": [list(part.shape) for part in parts(latent["samples"])],
+            "masks": [part.float().mean(dim=(0, 1, *range(3, part.ndim))).tolist() for part in parts(latent.get("noise_mask"))],
+            "keys": sorted(latent),
+        }
+        return (json.dumps(described),)
+
+
 NODE_CLASS_MAPPINGS = {
-    cls.__name__: cls for cls in (LTXTestRaise, LTXTestLatent, LTXTestConditioningKey, LTXTestVideoNoise)
+    cls.__name__: cls
+    for cls in (LTXTestRaise, LTXTestLatent, LTXTestConditioningKey, LTXTestVideoNoise, LTXTestDescribe)
 }

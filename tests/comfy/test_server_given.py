@@ -1,0 +1,131 @@
+"""Given frames and regions through a real ComfyUI: what LTX Graph Image To Video and Temporal Region put into a latent."""
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import prompts
+import pytest
+from PIL import Image
+from prompts import FRAMES, HEIGHT, WIDTH, node
+from server import PromptRefused
+
+# One bf16 encoder against one in float32, both decoded by the same decoder: 8-bit levels, on average.
+BF16_LEVELS = 3.0
+
+
+def described(client, prompt: dict, source: str) -> dict:
+    """The latent that node `source` gives, as the test pack describes it."""
+    prompt["describe"] = node("LTXTestDescribe", latent=[source, 0])
+    prompt["show"] = node("PreviewAny", source=["describe", 0])
+    run = client.run(prompt)
+    assert run.outcome == "execution_success", run.error
+    return json.loads(run.outputs["show"]["text"][0])
+
+
+def image_to_video(**inputs) -> dict:
+    """An image given to an empty clip with sound."""
+    return {
+        "video_vae": node("LTXGraphVideoVAELoader", vae_name=prompts.VIDEO_VAE),
+        "image": node("LoadImage", image="given.png"),
+        "latent": prompts.render()["latent"],
+        "given": node("LTXGraphImageToVideo", **{
+            "video_vae": ["video_vae", 0], "image": ["image", 0], "latent": ["latent", 0], "strength": 0.75, **inputs,
+        }),
+    }
+
+
+def region(regenerate: str = "video and audio", start: float = 0.0, end: float = 0.0, frames: int = 33) -> dict:
+    latent = prompts.render()["latent"]
+    latent["inputs"]["length"] = frames
+    return {
+        "latent": latent,
+        "region": node(
+            "LTXGraphTemporalRegion", latent=["latent", 0], start_time=start, end_time=end, regenerate=regenerate,
+            frame_rate=24.0,
+        ),
+    }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def image(base) -> None:
+    """A picture of another size and shape than the clip, with alpha."""
+    rows, columns = np.mgrid[0:150, 0:200]
+    pixels = np.stack([rows, columns, rows // 2, np.full_like(rows, 200)], axis=2).astype(np.uint8)
+    Image.fromarray(pixels, "RGBA").save(base / "input" / "given.png")
+
+
+def test_an_image_of_any_size_becomes_the_first_frame(client):
+    found = described(client, image_to_video(), "given")
+    assert found["shapes"] == [[1, 128, 2, HEIGHT // 32, WIDTH // 32], [1, 8, 9, 16]]
+    assert found["masks"] == [[0.25, 1.0], [1.0] * 9], "one image is one latent frame; the sound is generated in full"
+
+
+def test_it_is_what_the_native_node_gives(client, frames_of):
+    prompt = image_to_video()
+    prompt["latent"]["inputs"]["with_audio"] = False
+    prompt["decode"] = node("LTXGraphVideoDecode", video_vae=["video_vae", 0], samples=["given", 0], temporal_size=0)
+    prompt["save"] = node("SaveImage", images=["decode", 0], filename_prefix="given")
+    ours = frames_of(client.run(prompt))
+    prompt["native_vae"] = node("VAELoader", vae_name=prompts.VIDEO_VAE)
+    prompt["given"] = node(
+        "LTXVImgToVideoInplace", vae=["native_vae", 0], image=["image", 0], latent=["latent", 0], strength=0.75,
+        bypass=False,
+    )
+    native = frames_of(client.run(prompt))
+    assert ours.shape == native.shape == (FRAMES, HEIGHT, WIDTH, 3)
+    assert np.abs(ours.astype(int) - native).mean() < BF16_LEVELS
+    assert described(client, prompt, "given")["masks"] == [[0.25, 1.0]]
+
+
+def test_more_frames_than_the_clip_are_left_out(client):
+    prompt = image_to_video(image=["frames", 0])
+    prompt["frames"] = node("RepeatImageBatch", image=["image", 0], amount=20)
+    assert described(client, prompt, "given")["masks"][0] == [0.25, 0.25]
+
+
+def test_sound_alone_has_no_frames_to_give(client):
+    prompt = image_to_video()
+    prompt["latent"] = node("LTXTestLatent", kind="audio")
+    prompt["sink"] = node("LTXTestDescribe", latent=["given", 0])
+    prompt["show"] = node("PreviewAny", source=["sink", 0])
+    run = client.run(prompt)
+    assert run.outcome == "execution_error" and "sound and no video" in run.error
+
+
+# 33 frames: latent frames of 1, 8, 8, 8, 8 frames. 0.4 to 0.7 s are frames 9.6 to 16.8.
+@pytest.mark.parametrize("regenerate, picture", [
+    ("video and audio", [0, 0, 1, 0, 0]),
+    ("video", [0, 0, 1, 0, 0]),
+    ("audio", [0, 0, 0, 0, 0]),
+])
+def test_a_region_is_generated_and_the_rest_kept(client, regenerate, picture):
+    found = described(client, region(regenerate, 0.4, 0.65), "region")
+    assert found["masks"][0] == picture
+    sound = found["masks"][1]
+    if regenerate == "video":
+        assert set(sound) == {0.0}
+    else:
+        times = [i for i, value in enumerate(sound) if value]
+        assert times == list(range(times[0], times[-1] + 1)) and 10 <= times[0] <= times[-1] <= 17
+
+
+def test_no_end_is_the_end_and_a_second_region_narrows_the_first(client):
+    prompt = region("video", 0.4)
+    prompt["second"] = prompt["region"] | {"inputs": prompt["region"]["inputs"] | {
+        "latent": ["region", 0], "start_time": 0.0, "end_time": 0.7, "regenerate": "video and audio",
+    }}
+    found = described(client, prompt, "second")
+    assert found["masks"][0] == [0, 0, 1, 0, 0] and set(found["masks"][1]) == {0.0}
+
+
+def test_a_region_outside_the_clip_and_one_that_ends_before_it_starts(client):
+    prompt = region(start=5.0)
+    prompt["sink"] = node("LTXTestDescribe", latent=["region", 0])
+    prompt["show"] = node("PreviewAny", source=["sink", 0])
+    run = client.run(prompt)
+    assert run.outcome == "execution_error" and "holds nothing of this clip" in run.error
+    prompt["region"]["inputs"] |= {"start_time": 1.0, "end_time": 0.5}
+    with pytest.raises(PromptRefused) as refused:
+        client.run(prompt)
+    assert "a region ends after it starts" in refused.value.details()
