@@ -1,11 +1,13 @@
 """ComfyUI's way to say what is given: noise masks, and guides as extra latent frames with keys in the conditioning.
 
-ComfyUI appends a guide's latent frames to the video latent; `keyframe_idxs` in the conditioning holds the pixel intervals of
-their tokens, `guide_attention_entries` what attention to them is worth, `generated_keyframes` which of them are to be
-generated, and a mask value below 0 means that a cell is no token (a guide on a coarser grid leaves such holes).
+ComfyUI appends a guide's latent frames to the video latent; `keyframe_idxs` in the conditioning holds the pixel
+intervals of their tokens, `guide_attention_entries` what attention to them is worth, `generated_keyframes` which of
+them are to be generated, and a mask value below 0 means that a cell is no token (a guide on a coarser grid leaves such
+holes).
 
 Source: comfyui.md sections 2.3, 2.4 and 2.5, transformer.md section 11; the behaviour is ComfyUI 0.30's.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -25,19 +27,23 @@ from .shapes import AudioLatentShape, VideoLatentShape
 def resize_mask(mask: Tensor, shape: VideoLatentShape | AudioLatentShape) -> Tensor:
     """A noise mask at the size of a latent, as ComfyUI's sampler makes it, on the mask's device.
 
-    mask: video (F, H, W), (B, 1, F, H, W) or anything with H, W last; audio (..., T, mel). Linear interpolation; a mask with
-    fewer samples than the latent is repeated. Returns (B, 1, F, H, W) or (B, 1, T, mel) float32.
-    Raises ShapeError when the mask can't be read so, RequestError when it differs between channels.
+    mask: video (F, H, W), (B, 1, F, H, W) or anything with H, W last; audio (..., T, mel). Linear interpolation; a mask
+    with fewer samples than the latent is repeated. Returns (B, 1, F, H, W) or (B, 1, T, mel) float32. Raises ShapeError
+    when the mask can't be read so, RequestError when it differs between channels.
     """
     size = shape.as_tuple()[2:]
     mask = mask.to(torch.float32)
     if isinstance(shape, AudioLatentShape):
         if mask.ndim < 2:
-            raise ShapeError(f"an audio noise mask of shape {tuple(mask.shape)}, expected (batch, 1, length, mel bins).")
+            raise ShapeError(
+                f"an audio noise mask of shape {tuple(mask.shape)}, expected (batch, 1, length, mel bins)."
+            )
         mask = F.interpolate(mask.reshape(-1, 1, *mask.shape[-2:]), size=size, mode="bilinear")
     else:
         if mask.ndim < 2 or mask.ndim > 5:
-            raise ShapeError(f"a video noise mask of shape {tuple(mask.shape)}, expected (batch, 1, frames, height, width).")
+            raise ShapeError(
+                f"a video noise mask of shape {tuple(mask.shape)}, expected (batch, 1, frames, height, width)."
+            )
         if mask.ndim < 5:
             mask = mask.reshape(1, 1, -1, *mask.shape[-2:])
         mask = F.interpolate(mask, size=size, mode="trilinear")
@@ -48,14 +54,17 @@ def resize_mask(mask: Tensor, shape: VideoLatentShape | AudioLatentShape) -> Ten
 
 
 def audio_state_from_comfyui(latent: Tensor, noise_mask: Tensor | None = None) -> TokenState:
-    """latent: (B, 8, T, 16). noise_mask: 1 = generate, 0 = keep. Raises RequestError when it differs between mel bins."""
+    """latent: (B, 8, T, 16). noise_mask: 1 = generate, 0 = keep. Raises RequestError when it differs between mel
+    bins."""
     shape = AudioLatentShape(*latent.shape)
     state = audio_state(shape, latent)
     if noise_mask is None:
         return state
     mask = resize_mask(noise_mask, shape)
     if bool((mask != mask[..., :1]).any()):
-        raise RequestError("the audio noise mask differs between mel bins; a token of sound is kept or generated as a whole.")
+        raise RequestError(
+            "the audio noise mask differs between mel bins; a token of sound is kept or generated as a whole."
+        )
     return dataclasses.replace(state, denoise_mask=mask[:, 0, :, :1].to(latent.device))
 
 
@@ -78,8 +87,9 @@ def video_state_from_comfyui(
     guide_frames = guide_tokens // per_frame
     if guide_frames * per_frame != guide_tokens or guide_frames >= frames:
         raise RequestError(
-            f"the conditioning holds {guide_tokens} guide tokens (keyframe_idxs), but the video latent is {frames} frames of "
-            f"{height}x{width}. Use the conditioning and the latent that left the same guide node, or LTXVCropGuides on both."
+            f"the conditioning holds {guide_tokens} guide tokens (keyframe_idxs), but the video latent is {frames} frames "
+            f"of {height}x{width}. Use the conditioning and the latent that left the same guide node, or LTXVCropGuides on "
+            f"both."
         )
     if guide_tokens == 0 and (guide_attention_entries or generated_keyframes):
         raise RequestError("the conditioning names guides or generated keyframes but holds no keyframe_idxs for them.")
@@ -142,15 +152,16 @@ def _slot_marker(generated: Mapping[str, int] | None, shape: VideoLatentShape, f
 def _guide_strength(entries: Sequence[Mapping[str, Any]], is_token: Tensor) -> Tensor | None:
     """(guide tokens,) float32 for the (cells,) that are tokens; None when attention is as it always is.
 
-    Entries stand in the order of the guides. A guide's strength (above 1: amplified) may be weighted by a mask of its image.
+    Entries stand in the order of the guides. A guide's strength (above 1: amplified) may be weighted by a mask of its
+    image.
     """
     if not any(entry["strength"] != 1 or entry.get("pixel_mask") is not None for entry in entries):
         return None
     counts = [int(entry["pre_filter_count"]) for entry in entries]
     if sum(counts) != is_token.numel():
         raise RequestError(
-            f"guide_attention_entries count {counts} cells, keyframe_idxs {is_token.numel()}. Use the conditioning that left "
-            f"the guide node as it is."
+            f"guide_attention_entries count {counts} cells, keyframe_idxs {is_token.numel()}. Use the conditioning that "
+            f"left the guide node as it is."
         )
     weights = []
     for entry, kept in zip(entries, is_token.split(counts)):

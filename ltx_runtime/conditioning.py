@@ -36,9 +36,11 @@ class TokenState:
     keyframe_marker: Tensor | None  # (B, N, 1) float32, 1 on single-frame tokens to be generated; video only
     attention_strength: Tensor | None  # (B, N, N) float32 in [0, 1], None = all 1; video only
     shape: VideoLatentShape | AudioLatentShape  # of the target
-    # The last G tokens are guides as ComfyUI emits them: (G,) float32, what the target attends to them by, and they to it.
+    # The last G tokens are guides as ComfyUI emits them: (G,) float32, what the target attends to them by, and they to
+    # it.
     guide_strength: Tensor | None = None
-    # Appended tokens as ComfyUI lays them out: latent frames behind the target's, on its grid. None: they don't fit on it.
+    # Appended tokens as ComfyUI lays them out: latent frames behind the target's, on its grid. None: they don't fit on
+    # it.
     appended_frames: int | None = 0
     # (N,) int64, each token's cell on that longer grid. None: all cells, in order.
     cells: Tensor | None = None
@@ -52,8 +54,8 @@ class TokenState:
         """Shape of the latent with the appended frames behind the target's. Raises RequestError when they don't fit."""
         if self.appended_frames is None:
             raise RequestError(
-                "the video has appended tokens that don't lie on the target's grid (a reference video on a grid of its own, "
-                "at no whole ratio), so they have no noise in ComfyUI's layout. Use noise_convention 'reference'."
+                "the video has appended tokens that don't lie on the target's grid (a reference video on a grid of its "
+                "own, at no whole ratio), so they have no noise in ComfyUI's layout. Use noise_convention 'reference'."
             )
         return dataclasses.replace(self.shape, frames=self.shape.frames + self.appended_frames)
 
@@ -282,7 +284,8 @@ def _append(
 
 
 def _extend_grid(state: TokenState, frames: int, height: int, width: int) -> tuple[int | None, Tensor | None]:
-    """appended_frames and cells after appending a latent. A smaller grid takes every n-th cell, as ComfyUI dilates it."""
+    """appended_frames and cells after appending a latent. A smaller grid takes every n-th cell, as ComfyUI dilates
+    it."""
     shape = state.shape
     if state.appended_frames is None or shape.height % height or shape.width % width:
         return None, None

@@ -1,10 +1,11 @@
 """Guidance: extra passes through the model, whose differences from the prompt's own pass push each stream.
 
-Reading order: `GuidanceSpec` and `PRESETS` (what a user sets), `passes_needed` (what a step runs), `forward_passes` (how the
-passes go through the model), `guide` (how their predictions combine; inside the captured step).
+Reading order: `GuidanceSpec` and `PRESETS` (what a user sets), `passes_needed` (what a step runs), `forward_passes`
+(how the passes go through the model), `guide` (how their predictions combine; inside the captured step).
 
 Source: transformer.md section 13.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -29,10 +30,10 @@ PASS_MODES = ("auto", "batched", "sequential")
 class GuidanceSpec:
     """Guidance of one stream. The defaults switch every part off.
 
-    cfg_scale (1 = off): away from the negative prompt. stg_scale (0 = off): away from a prediction whose self attention was
-    perturbed in stg_blocks. modality_scale (1 = off): away from a prediction that did not hear the other stream.
-    rescale (0 = off, 1 = full): brings the guided prediction's spread back to that of the prompt's own.
-    skip_step n: of every n + 1 steps the stream is predicted in the first and keeps that prediction in the others.
+    cfg_scale (1 = off): away from the negative prompt. stg_scale (0 = off): away from a prediction whose self attention
+    was perturbed in stg_blocks. modality_scale (1 = off): away from a prediction that did not hear the other stream.
+    rescale (0 = off, 1 = full): brings the guided prediction's spread back to that of the prompt's own. skip_step n: of
+    every n + 1 steps the stream is predicted in the first and keeps that prediction in the others.
     """
 
     cfg_scale: float = 1.0
@@ -82,7 +83,9 @@ PRESETS: dict[str, Guidance] = {
 }
 
 
-def resolve_guidance(guidance: Guidance, *, streams: Sequence[str], layers: int, file_name: str) -> tuple[Guidance, list[str]]:
+def resolve_guidance(
+    guidance: Guidance, *, streams: Sequence[str], layers: int, file_name: str
+) -> tuple[Guidance, list[str]]:
     """Guidance as this model and these streams can use it, and what a report should say about it.
 
     Parts that can't change a prediction are switched off, with a note: modality guidance of a single stream, STG whose
@@ -110,7 +113,9 @@ def resolve_guidance(guidance: Guidance, *, streams: Sequence[str], layers: int,
         resolved[name] = dataclasses.replace(spec, stg_blocks=known)
     result = dataclasses.replace(guidance, **resolved)
     if result.active and "distilled" in file_name.lower():
-        notes.append(f"guidance with {file_name}: a distilled model is made to run without; expect oversaturated results")
+        notes.append(
+            f"guidance with {file_name}: a distilled model is made to run without; expect oversaturated results"
+        )
     return result, notes
 
 
@@ -125,7 +130,9 @@ def _check_spec(spec: GuidanceSpec, name: str) -> None:
     if any(block < 0 for block in spec.stg_blocks):
         raise RequestError(f"{name} guidance: stg_blocks={list(spec.stg_blocks)} must be 0 or more.")
     if spec.stg_scale != 0 and not spec.stg_blocks:
-        raise RequestError(f"{name} guidance: stg_scale={spec.stg_scale} needs stg_blocks, the blocks to perturb (dev: 28).")
+        raise RequestError(
+            f"{name} guidance: stg_scale={spec.stg_scale} needs stg_blocks, the blocks to perturb (dev: 28)."
+        )
 
 
 def passes_needed(specs: Sequence[GuidanceSpec]) -> tuple[str, ...]:
@@ -148,8 +155,9 @@ def forward_passes(
 ) -> tuple[ForwardConstants, ...]:
     """Constants of the model calls that make `passes`: one call for all as a batch, or one call a pass.
 
-    base: of the prompt, for `batch` samples. specs: of the streams that are predicted; a stream of base that is not among
-    them feeds the other and is not updated. negative: contexts of the negative prompt, (batch, S, width) of video and audio.
+    base: of the prompt, for `batch` samples. specs: of the streams that are predicted; a stream of base that is not
+    among them feeds the other and is not updated. negative: contexts of the negative prompt, (batch, S, width) of video
+    and audio.
     """
     calls = []
     for group in [tuple(passes)] if batched else [(name,) for name in passes]:
@@ -191,7 +199,9 @@ def _stream_for(
         cross_rope=tiled_rope(stream.cross_rope),
         keyframe_marker=tiled(stream.keyframe_marker),
         # A bias in parts has no batch.
-        attention_bias=stream.attention_bias if isinstance(stream.attention_bias, GuideBias) else tiled(stream.attention_bias),
+        attention_bias=stream.attention_bias
+        if isinstance(stream.attention_bias, GuideBias)
+        else tiled(stream.attention_bias),
         timestep_index=tiled(stream.timestep_index),
         max_mask=tiled(stream.max_mask),
         enabled=enabled,
@@ -221,8 +231,8 @@ def _perturbations(
 @dataclass(frozen=True)
 class GuidanceTerms:
     """One stream's guidance as the step reads it. passes: those it combines with cond. rescaled: whether the spread is
-    brought back. scales: (5,) float32, cfg - 1, stg, modality - 1, rescale, 1 - rescale: inputs, so that another scale needs
-    no other graph."""
+    brought back. scales: (5,) float32, cfg - 1, stg, modality - 1, rescale, 1 - rescale: inputs, so that another scale
+    needs no other graph."""
 
     passes: tuple[str, ...]
     rescaled: bool
@@ -240,8 +250,9 @@ class GuidanceTerms:
 def guide(predictions: Mapping[str, Tensor], terms: GuidanceTerms) -> Tensor:
     """The guided x0 of one stream, from the x0 of each pass.
 
-    predictions: by pass, (B, N, C) in the latent dtype; cond and all of terms.passes. Float32 inside, cond's dtype out. The
-    spread is the unbiased standard deviation over the whole tensor: kept tokens and all samples of the batch included.
+    predictions: by pass, (B, N, C) in the latent dtype; cond and all of terms.passes. Float32 inside, cond's dtype out.
+    The spread is the unbiased standard deviation over the whole tensor: kept tokens and all samples of the batch
+    included.
     """
     cond = predictions["cond"].float()
     *weights, rescale, keep = terms.scales.unbind()
@@ -255,7 +266,8 @@ def guide(predictions: Mapping[str, Tensor], terms: GuidanceTerms) -> Tensor:
 
 
 def cfg_star_delta(cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
-    """What rescaled CFG (CFG*) adds to cond: (scale - 1)(cond - k uncond), k the projection of cond on uncond per sample.
+    """What rescaled CFG (CFG*) adds to cond: (scale - 1)(cond - k uncond), k the projection of cond on uncond per
+    sample.
 
     cond, uncond: (B, ...) float32. An optional guider of the reference; no recipe uses it.
     """
@@ -264,9 +276,11 @@ def cfg_star_delta(cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
 
 
 def apg_delta(cond: Tensor, uncond: Tensor, scale: float, eta: float, norm_threshold: float) -> Tensor:
-    """What adaptive projected guidance adds to cond: the difference, limited in norm, its part along cond weighted by eta.
+    """What adaptive projected guidance adds to cond: the difference, limited in norm, its part along cond weighted by
+    eta.
 
-    cond, uncond: (B, ..., ...) float32, at least three axes. norm_threshold 0: no limit. An optional guider of the reference; no recipe uses it.
+    cond, uncond: (B, ..., ...) float32, at least three axes. norm_threshold 0: no limit. An optional guider of the
+    reference; no recipe uses it.
     """
     difference = cond - uncond
     if norm_threshold > 0:

@@ -2,6 +2,7 @@
 
 Source: transformer.md sections 12.4 and 12.5 (reference), comfyui.md section 2.4 (ComfyUI).
 """
+
 from __future__ import annotations
 
 import torch
@@ -45,7 +46,8 @@ class ReferenceNoise:
 
 
 class SdeNoise:
-    """Noise of res_2s: float64, token layout, standardised over the whole tensor and then per sample. Video before audio."""
+    """Noise of res_2s: float64, token layout, standardised over the whole tensor and then per sample. Video before
+    audio."""
 
     def __init__(self, seed: int, device: torch.device):
         self._generator = torch.Generator(device).manual_seed(seed)
@@ -95,7 +97,9 @@ class ComfyNoise:
         sizes = [0 if shape is None else torch.Size(shape).numel() // batch for shape in shapes]
         packed = torch.randn((batch, 1, sum(sizes)), generator=self._ancestral, device=self._device)
         parts = packed.split(sizes, dim=-1)
-        return self._tokens([None if shape is None else part.reshape(shape) for part, shape in zip(parts, shapes)], states)
+        return self._tokens(
+            [None if shape is None else part.reshape(shape) for part, shape in zip(parts, shapes)], states
+        )
 
     def _tokens(self, latents, states) -> Pair:
         patchify = (patchify_video, patchify_audio)

@@ -1,4 +1,5 @@
 """What a denoising run is asked for, and what can be refused before any weight is read."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextFeatures:
-    """features: (B, n, video width + audio width) float. processed False: raw projections of the valid tokens, the connectors
-    still have to run; True: connector output, used as it is. Source: transformer.md section 7."""
+    """features: (B, n, video width + audio width) float. processed False: raw projections of the valid tokens, the
+    connectors still have to run; True: connector output, used as it is. Source: transformer.md section 7."""
 
     features: Tensor
     processed: bool
@@ -31,14 +32,14 @@ class TextFeatures:
 class SampleRequest:
     """One denoising run. At least one of video and audio; every tensor may be on any device.
 
-    video, audio: what is generated and what is given. A second stage takes the upscaled latent in its video state; given
-    sound is a frozen audio state; a retake a state with a temporal region (conditioning.py).
-    sigmas: (n+1,) float32, decreasing, n steps. sampler: "euler", "euler_ancestral" (eta and s_noise belong to it) or "res_2s".
-    noise_convention: "comfyui" (noise, masks and float32 latents bit-equal to a ComfyUI sampler) or "reference" (latents in the
-    model's dtype, generators on the device, given tokens as the reference treats them). noise: start noise in latent layout
-    instead of the drawn one, comfyui only.
-    compatibility: "reference", or "comfyui" for its deviations from the reference (transformer.md section 18.1-3).
-    guidance: None for one pass a step. negative: the negative prompt, which CFG needs.
+    video, audio: what is generated and what is given. A second stage takes the upscaled latent in its video state;
+    given sound is a frozen audio state; a retake a state with a temporal region (conditioning.py). sigmas: (n+1,)
+    float32, decreasing, n steps. sampler: "euler", "euler_ancestral" (eta and s_noise belong to it) or "res_2s".
+    noise_convention: "comfyui" (noise, masks and float32 latents bit-equal to a ComfyUI sampler) or "reference"
+    (latents in the model's dtype, generators on the device, given tokens as the reference treats them). noise: start
+    noise in latent layout instead of the drawn one, comfyui only. compatibility: "reference", or "comfyui" for its
+    deviations from the reference (transformer.md section 18.1-3). guidance: None for one pass a step. negative: the
+    negative prompt, which CFG needs.
     """
 
     video: TokenState | None
@@ -104,8 +105,8 @@ def check_request(request: SampleRequest, config: TransformerConfig) -> None:
             scale = getattr(request.guidance, name).cfg_scale
             if scale != 1:
                 raise RequestError(
-                    f"{name} guidance: cfg_scale={scale} needs a negative prompt. Connect negative (an empty prompt will do), "
-                    f"or set cfg_scale to 1."
+                    f"{name} guidance: cfg_scale={scale} needs a negative prompt. Connect negative (an empty prompt will "
+                    f"do), or set cfg_scale to 1."
                 )
 
 
@@ -121,7 +122,9 @@ def _check_state(state: TokenState, name: str, config: TransformerConfig) -> Non
             raise RequestError(f"the {name} {words} holds NaN or Inf before sampling; make a new one.")
     if bool(((state.denoise_mask < 0) | (state.denoise_mask > 1)).any()):
         low, high = (float(edge) for edge in torch.aminmax(state.denoise_mask))
-        raise RequestError(f"the {name} mask runs from {low:g} to {high:g}; it must lie between 0 (keep) and 1 (generate).")
+        raise RequestError(
+            f"the {name} mask runs from {low:g} to {high:g}; it must lie between 0 (keep) and 1 (generate)."
+        )
     target = state.shape.tokens
     if state.tokens > target:
         times, clip_end = state.positions[:, 0, target:], state.positions[:, 0, :target].max()
@@ -129,8 +132,8 @@ def _check_state(state: TokenState, name: str, config: TransformerConfig) -> Non
         if bool(outside.any()):
             start, end = times[outside][0].tolist()
             raise RequestError(
-                f"a guide or keyframe at {start:.3f} to {end:.3f} s is outside the clip, which lasts {float(clip_end):.3f} s. "
-                f"Give it a frame of the clip."
+                f"a guide or keyframe at {start:.3f} to {end:.3f} s is outside the clip, which lasts {float(clip_end):.3f} "
+                f"s. Give it a frame of the clip."
             )
 
 
@@ -140,8 +143,8 @@ def _check_text(text: TextFeatures, name: str, batch: int, config: TransformerCo
     if features.ndim != 3 or features.shape[-1] != width:
         raise ShapeError(
             f"{name} has shape {tuple(features.shape)}, the model takes (batch, tokens, {width}) "
-            f"({config.context_width} video + {config.audio_context_width} audio features). Encode the prompt with the text "
-            f"encoder of LTX-2.5 (gemma4-12b-with-proj-ltx-2.5)."
+            f"({config.context_width} video + {config.audio_context_width} audio features). Encode the prompt with the "
+            f"text encoder of LTX-2.5 (gemma4-12b-with-proj-ltx-2.5)."
         )
     if not bool(torch.isfinite(features).all()):
         raise RequestError(f"{name} holds NaN or Inf; encode the prompt again.")

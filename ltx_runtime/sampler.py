@@ -3,6 +3,7 @@
 Reading order: `sample`, `denoise`, `prepare`. What is asked for is in request.py, one step in steps.py, guidance in
 guidance.py, eager or replayed execution in step_runner.py.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -50,8 +51,8 @@ class SampleResult:
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that the loop reads, on the device. start: noisy tokens of both streams. The lists have one entry a step; steps of
-    one kind share their constants."""
+    """All that the loop reads, on the device. start: noisy tokens of both streams. The lists have one entry a step;
+    steps of one kind share their constants."""
 
     start: Pair
     constants: list[StepConstants]
@@ -89,11 +90,11 @@ def sample(
     """Denoise a request.
 
     cuda_graph: "auto", "on", "off". on_capture_failure: "eager" (go on, the reason in the result) or "error" (raise).
-    noise_source: continue a reference render's generators (second stage) instead of seeding new ones.
-    check_cancelled: called before every step; whatever it raises ends the render and leaves the model usable.
-    on_step(done, total): after the host saw a step end. on_preview(index, total, denoised): right after a step was issued,
-    with its x0 as (B, C, F, H, W) on the device (video, else audio); copying it to the host waits for that step.
-    Raises RequestError or ShapeError before any work, CaptureError, NonFiniteError naming the phase.
+    noise_source: continue a reference render's generators (second stage) instead of seeding new ones. check_cancelled:
+    called before every step; whatever it raises ends the render and leaves the model usable. on_step(done, total):
+    after the host saw a step end. on_preview(index, total, denoised): right after a step was issued, with its x0 as (B,
+    C, F, H, W) on the device (video, else audio); copying it to the host waits for that step. Raises RequestError or
+    ShapeError before any work, CaptureError, NonFiniteError naming the phase.
     """
     for name, value, allowed in (
         ("cuda_graph", cuda_graph, CUDA_GRAPH_MODES),
@@ -181,7 +182,9 @@ def prepare(
         kinds = _Kinds(forward, request, (video, audio), specs, negative, batched, model.config.num_layers)
         constants = [kinds.constants(index, step) for index, step in enumerate(plan)]
         coefficients = [
-            step_coefficients(step.sampler, step.sigma, step.sigma_next, eta=request.eta, s_noise=request.s_noise).to(device)
+            step_coefficients(step.sampler, step.sigma, step.sigma_next, eta=request.eta, s_noise=request.s_noise).to(
+                device
+            )
             for step in plan
         ]
         middles = [
@@ -227,8 +230,8 @@ def _contexts(model: TransformerModel, request: SampleRequest, *, uses_negative:
 
 
 def fix_batching(model: TransformerModel, request: SampleRequest) -> SampleRequest:
-    """The request with guidance batching "auto" decided, so that several renders of it run the same kernels. The weights must
-    be resident."""
+    """The request with guidance batching "auto" decided, so that several renders of it run the same kernels. The
+    weights must be resident."""
     if request.guidance is None or request.guidance.batching != "auto":
         return request
     batching = "batched" if _fits_as_batch(model, request)[0] else "sequential"
@@ -273,7 +276,9 @@ class _Kinds:
         self._specs = specs
         self._passes = {"negative": negative, "batch": request.batch, "layers": layers, "batched": batched}
         self._blends = {
-            name: _blend(state, request.noise_convention) for name, state in zip(("video", "audio"), states) if state is not None
+            name: _blend(state, request.noise_convention)
+            for name, state in zip(("video", "audio"), states)
+            if state is not None
         }
         self._device = next(state for state in states if state is not None).clean.device
         self._known: dict[tuple, StepConstants] = {}
@@ -319,8 +324,8 @@ class _MadeInTheLoop(Sequence[StepModulation]):
 def _modulation(
     model: TransformerModel, constants: list[StepConstants], sigmas: list[Tensor | None], frozen: dict[str, bool]
 ) -> Sequence[StepModulation | None]:
-    """AdaLN rows of one model call in every step; None where a step has no such call. A stream that is given as a whole is at
-    sigma 0."""
+    """AdaLN rows of one model call in every step; None where a step has no such call. A stream that is given as a whole
+    is at sigma 0."""
     on_device = torch.tensor([0.0 if sigma is None else float(sigma) for sigma in sigmas], device=model.device)
     zero = torch.zeros((), device=model.device)
 
@@ -344,10 +349,14 @@ def _noise_source(model: TransformerModel, request: SampleRequest) -> ReferenceN
 
 
 def _step_noise(
-    plan: list[SamplerStep], source: ReferenceNoise | ComfyNoise, video: TokenState | None, audio: TokenState | None, device
+    plan: list[SamplerStep],
+    source: ReferenceNoise | ComfyNoise,
+    video: TokenState | None,
+    audio: TokenState | None,
+    device,
 ) -> tuple[list[Pair], list[Pair]]:
-    """Noise of every step, and of the middle of every res_2s step. The last ancestral step to sigma 0 draws none: its noise is
-    zero."""
+    """Noise of every step, and of the middle of every res_2s step. The last ancestral step to sigma 0 draws none: its
+    noise is zero."""
     noise, mid_noise = [], []
     at_steps, at_middles = SdeNoise(SDE_STEP_SEED, device), SdeNoise(SDE_MIDDLE_SEED, device)
     for step in plan:

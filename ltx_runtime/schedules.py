@@ -2,6 +2,7 @@
 
 Source: transformer.md sections 12.1 and 12.3.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -70,8 +71,8 @@ def linear_quadratic_sigmas(
     """The schedule that the checkpoint's `scheduler` section names, (steps+1,) float32; no pipeline reads it. With 8
     steps it is the distilled table.
 
-    1 - sigma rises linearly to threshold_noise over linear_steps (half of the steps by default), then quadratically to 1,
-    with the same slope at the joint.
+    1 - sigma rises linearly to threshold_noise over linear_steps (half of the steps by default), then quadratically to
+    1, with the same slope at the joint.
     """
     if steps == 1:
         return torch.tensor([1.0, 0.0])
@@ -99,8 +100,8 @@ def resolve_schedule(schedule: str, steps: int, file_name: str) -> tuple[torch.T
             schedule = "dev"
         else:
             raise RequestError(
-                f"schedule=auto can't tell a dev from a distilled model by the file name {file_name!r}, and their headers "
-                f"are identical. Choose schedule 'distilled' or 'dev', or connect sigmas."
+                f"schedule=auto can't tell a dev from a distilled model by the file name {file_name!r}, and their "
+                f"headers are identical. Choose schedule 'distilled' or 'dev', or connect sigmas."
             )
         reason = f" (auto, from the file name {file_name})"
     if schedule == "distilled":
@@ -119,8 +120,8 @@ def resolve_schedule(schedule: str, steps: int, file_name: str) -> tuple[torch.T
 def resolve_sampler(sampler: str, sigmas: torch.Tensor, file_name: str, model_version: str) -> tuple[str, str]:
     """Sampler name for a choice, and one sentence about it.
 
-    `auto` follows the reference: ancestral Euler (eta 1) for the first stage of a distilled model of version 2.5 or newer,
-    plain Euler everywhere else.
+    `auto` follows the reference: ancestral Euler (eta 1) for the first stage of a distilled model of version 2.5 or
+    newer, plain Euler everywhere else.
     """
     if sampler != "auto":
         if sampler not in SAMPLERS:
@@ -138,7 +139,8 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 class SamplerStep(NamedTuple):
-    """One step of a loop. sampler: also "x0", a prediction that is the result. sigma, sigma_next: () float32, on the CPU."""
+    """One step of a loop. sampler: also "x0", a prediction that is the result. sigma, sigma_next: () float32, on the
+    CPU."""
 
     sampler: str
     sigma: torch.Tensor

@@ -1,15 +1,17 @@
-"""One denoising step: model passes, guidance, x0, mask blend, sampler update. Pure device work from tensors to tensors; the
-captured region.
+"""One denoising step: model passes, guidance, x0, mask blend, sampler update. Pure device work from tensors to tensors;
+the captured region.
 
-Everything that Python branches on here is a plain value in `StepConstants` or the presence of a tensor in `StepInputs`, so it
-is part of the graph key by itself.
+Everything that Python branches on here is a plain value in `StepConstants` or the presence of a tensor in `StepInputs`,
+so it is part of the graph key by itself.
 
 Reading order: `StepConstants`, `StepInputs`, `denoise_step`, `_predict`; then the update of each sampler.
 
 Source: transformer.md sections 8.3, 10, 11, 12, 13.
 """
+
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,9 +35,9 @@ Streams = tuple[Tensor | None, Tensor | None]  # video, audio
 class Blend:
     """Given tokens of one stream. denoise_mask: (B, N, 1) float32; clean: (B, N, C) float32.
 
-    before_model False, the reference: the noisy tokens hold what is given from the start on, each token's own noise level
-    makes its x0. True, ComfyUI: the model sees a blend with the clean latent at every call, x0 is made with the step's sigma,
-    and the noisy tokens themselves are never blended (transformer.md section 18.11).
+    before_model False, the reference: the noisy tokens hold what is given from the start on, each token's own noise
+    level makes its x0. True, ComfyUI: the model sees a blend with the clean latent at every call, x0 is made with the
+    step's sigma, and the noisy tokens themselves are never blended (transformer.md section 18.11).
     """
 
     denoise_mask: Tensor
@@ -48,8 +50,9 @@ class Blend:
 
 @dataclass(frozen=True)
 class StreamRule:
-    """How the steps of one kind treat one stream. guidance None: the cond pass is its prediction. blend None: everything is
-    generated. remembers: a step may reuse the guided x0 of the one before, so each hands it on. reuses: this kind does."""
+    """How the steps of one kind treat one stream. guidance None: the cond pass is its prediction. blend None:
+    everything is generated. remembers: a step may reuse the guided x0 of the one before, so each hands it on. reuses:
+    this kind does."""
 
     guidance: GuidanceTerms | None = None
     blend: Blend | None = None
@@ -59,8 +62,9 @@ class StreamRule:
 
 @dataclass(frozen=True)
 class StepConstants:
-    """All that the steps of one kind read and that stays the same. forwards: one for each model call, either one call with a
-    batch of all passes or one call a pass; empty when every stream reuses its x0. A rule is None for an absent stream.
+    """All that the steps of one kind read and that stays the same. forwards: one for each model call, either one call
+    with a batch of all passes or one call a pass; empty when every stream reuses its x0. A rule is None for an absent
+    stream.
 
     sampler: "euler", "euler_ancestral", "res_2s", or "x0" (the prediction is the result)."""
 
@@ -73,8 +77,8 @@ class StepConstants:
 
 @dataclass(frozen=True)
 class StreamInputs:
-    """x: (B, N, C) noisy tokens in the latent dtype. noise: same shape, None for a deterministic sampler; mid_noise: that of
-    the middle of a res_2s step. previous: the last guided x0, where the step reuses it."""
+    """x: (B, N, C) noisy tokens in the latent dtype. noise: same shape, None for a deterministic sampler; mid_noise:
+    that of the middle of a res_2s step. previous: the last guided x0, where the step reuses it."""
 
     x: Tensor
     noise: Tensor | None
@@ -84,8 +88,8 @@ class StreamInputs:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What changes from step to step. modulation: None when no model call is made. mid_modulation: of the second model call of
-    a res_2s step. coefficients: scalars of the sampler, see `step_coefficients`."""
+    """What changes from step to step. modulation: None when no model call is made. mid_modulation: of the second model
+    call of a res_2s step. coefficients: scalars of the sampler, see `step_coefficients`."""
 
     video: StreamInputs | None
     audio: StreamInputs | None
@@ -96,8 +100,8 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class StreamOutputs:
-    """x: next noisy tokens. denoised: this step's x0. guided: x0 before the blend, None when no later step reuses it. All
-    (B, N, C) in the latent dtype."""
+    """x: next noisy tokens. denoised: this step's x0. guided: x0 before the blend, None when no later step reuses it.
+    All (B, N, C) in the latent dtype."""
 
     x: Tensor
     denoised: Tensor
@@ -130,14 +134,14 @@ def denoise_step(transformer: LTXTransformer, constants: StepConstants, inputs: 
         predictions, x = _res_2s_step(transformer, constants, inputs, x, previous)
     else:
         predictions = _predict(transformer, constants, x, inputs.modulation, inputs.coefficients[0], previous)
-        x = _each(
-            lambda stream, rule, p: _advance(constants.sampler, stream, rule, p.denoised, inputs.coefficients),
-            streams, rules, predictions,
-        )  # fmt: skip
-    video, audio = _each(
-        lambda tokens, rule, p: StreamOutputs(tokens, p.denoised, p.guided if rule.remembers else None), x, rules, predictions
-    )
-    return StepOutputs(video, audio, torch.stack([tokens.sum(dtype=torch.float32) for tokens in x if tokens is not None]))
+        x = _each(functools.partial(_advance, constants.sampler, inputs.coefficients), streams, rules, predictions)
+    video, audio = _each(_outputs, rules, predictions, x)
+    probe = torch.stack([tokens.sum(dtype=torch.float32) for tokens in x if tokens is not None])
+    return StepOutputs(video, audio, probe)
+
+
+def _outputs(rule: StreamRule, prediction: _Prediction, x: Tensor) -> StreamOutputs:
+    return StreamOutputs(x, prediction.denoised, prediction.guided if rule.remembers else None)
 
 
 def _predict(
@@ -184,17 +188,25 @@ def _velocities(
     }
 
 
-def _advance(sampler: str, stream: StreamInputs, rule: StreamRule, denoised: Tensor, coefficients: Tensor) -> Tensor:
+def _advance(
+    sampler: str, coefficients: Tensor, stream: StreamInputs, rule: StreamRule, prediction: _Prediction
+) -> Tensor:
+    denoised = prediction.denoised
     if sampler == "x0":
         return denoised
     if sampler == "euler":
         return euler_step(stream.x, denoised, coefficients)
-    return _blend_again(ancestral_step(stream.x, denoised, stream.noise, coefficients), rule)
+    x = ancestral_step(stream.x, denoised, stream.noise, coefficients)
+    if not _is_blended_again(rule):
+        return x
+    # Without noise (the step to 0) there is nothing to take off, and blending a fraction twice would be another result.
+    renoise = coefficients[-1]
+    return torch.where(renoise > 0, rule.blend.apply(x), x)
 
 
-def _blend_again(x: Tensor, rule: StreamRule) -> Tensor:
+def _is_blended_again(rule: StreamRule) -> bool:
     """The reference takes the noise off given tokens again after a sampler has put some on."""
-    return x if rule.blend is None or rule.blend.before_model else rule.blend.apply(x)
+    return rule.blend is not None and not rule.blend.before_model
 
 
 def _each(fn, *streams: Iterable) -> tuple:
@@ -214,8 +226,8 @@ def blend_clean(x: Tensor, denoise_mask: Tensor, clean: Tensor) -> Tensor:
 
 
 def euler_step(x: Tensor, denoised: Tensor, coefficients: Tensor) -> Tensor:
-    """x + (x - x0)/sigma * (sigma' - sigma). The derivative is rounded to x's dtype, as the reference does; with float32
-    latents that is ComfyUI's arithmetic bit for bit. coefficients: sigma, sigma' - sigma."""
+    """x + (x - x0)/sigma * (sigma' - sigma). The derivative is rounded to x's dtype, as the reference does; with
+    float32 latents that is ComfyUI's arithmetic bit for bit. coefficients: sigma, sigma' - sigma."""
     derivative = ((x.float() - denoised.float()) / coefficients[0]).to(x.dtype)
     return (x.float() + derivative.float() * coefficients[1]).to(x.dtype)
 
@@ -223,8 +235,8 @@ def euler_step(x: Tensor, denoised: Tensor, coefficients: Tensor) -> Tensor:
 def ancestral_step(x: Tensor, denoised: Tensor, noise: Tensor, coefficients: Tensor) -> Tensor:
     """Ancestral Euler for rectified flow, float32 until the end of the step.
 
-    coefficients: sigma, sigma_d/sigma, 1 - sigma_d/sigma, (1-sigma')/(1-sigma_d), s_noise, renoise. On the last step they
-    are sigma, 0, 1, 1, s_noise, 0, which leaves x0.
+    coefficients: sigma, sigma_d/sigma, 1 - sigma_d/sigma, (1-sigma')/(1-sigma_d), s_noise, renoise. On the last step
+    they are sigma, 0, 1, 1, s_noise, 0, which leaves x0.
     """
     _, keep, pull, rescale, s_noise, renoise = coefficients.unbind()
     mixed = keep * x.float() + pull * denoised.float()
@@ -232,8 +244,8 @@ def ancestral_step(x: Tensor, denoised: Tensor, noise: Tensor, coefficients: Ten
 
 
 class Res2sCoefficients(NamedTuple):
-    """Scalars of one res_2s step, float64 (section 12.5). half: h*a21; first, second: h*b1, h*b2. gain, rest: the fixed point
-    of the anchor. The others: those of the two SDE mixes, to the middle and to the end of the step."""
+    """Scalars of one res_2s step, float64 (section 12.5). half: h*a21; first, second: h*b1, h*b2. gain, rest: the fixed
+    point of the anchor. The others: those of the two SDE mixes, to the middle and to the end of the step."""
 
     half: Tensor
     first: Tensor
@@ -258,10 +270,7 @@ def _res_2s_step(
     streams, rules = (inputs.video, inputs.audio), (constants.video, constants.audio)
     c = Res2sCoefficients(*inputs.coefficients.unbind())
     first = _predict(transformer, constants, x, inputs.modulation, c.sigma.float(), previous)
-    middle = _each(
-        lambda stream, rule, p: _res_2s_middle(stream.x.double(), p.denoised.double(), stream.mid_noise, rule, c),
-        streams, rules, first,
-    )  # fmt: skip
+    middle = _each(functools.partial(_res_2s_middle, c), streams, rules, first)
     x_mid = _each(lambda m, tokens: m[0].to(tokens.dtype), middle, x)
     guided = _each(lambda p: p.guided, first)
     second = _predict(transformer, constants, x_mid, inputs.mid_modulation, c.sigma_mid.float(), guided)
@@ -270,16 +279,19 @@ def _res_2s_step(
         anchor = m[1]
         target = anchor + c.first * (p1.denoised.double() - anchor) + c.second * (p2.denoised.double() - anchor)
         mixed = sde_mix(anchor, target, stream.noise, (c.sigma, c.sigma_next, c.alpha, c.delta, c.noise))
-        return _blend_again(mixed, rule).to(stream.x.dtype)
+        return (rule.blend.apply(mixed) if _is_blended_again(rule) else mixed).to(stream.x.dtype)
 
     return second, _each(end, streams, rules, middle, first, second)
 
 
-def _res_2s_middle(x: Tensor, denoised: Tensor, noise: Tensor, rule: StreamRule, c: Res2sCoefficients) -> tuple[Tensor, Tensor]:
-    """Tokens in the middle of the step, and the anchor that its end starts from."""
+def _res_2s_middle(
+    c: Res2sCoefficients, stream: StreamInputs, rule: StreamRule, prediction: _Prediction
+) -> tuple[Tensor, Tensor]:
+    """Tokens in the middle of the step, and the anchor that its end starts from, float64."""
+    x, denoised = stream.x.double(), prediction.denoised.double()
     target = x + c.half * (denoised - x)
-    mixed = sde_mix(x, target, noise, (c.sigma, c.sigma_mid, c.mid_alpha, c.mid_delta, c.mid_noise))
-    x_mid = _blend_again(mixed, rule)
+    mixed = sde_mix(x, target, stream.mid_noise, (c.sigma, c.sigma_mid, c.mid_alpha, c.mid_delta, c.mid_noise))
+    x_mid = rule.blend.apply(mixed) if _is_blended_again(rule) else mixed
     anchor = c.gain * (x_mid - c.half * denoised) + c.rest * x
     return x_mid, anchor
 
@@ -294,11 +306,14 @@ def sde_mix(sample: Tensor, target: Tensor, noise: Tensor, coefficients: Iterabl
     return alpha * (sample - sigma * epsilon + delta * epsilon) + weight * noise
 
 
-def cfg_pp_euler_step(x: Tensor, denoised: Tensor, uncond_denoised: Tensor, noise: Tensor, coefficients: Tensor) -> Tensor:
-    """CFG++ Euler (section 12.6): from the guided x0, along the unconditional prediction's noise. Float32 until the end.
+def cfg_pp_euler_step(
+    x: Tensor, denoised: Tensor, uncond_denoised: Tensor, noise: Tensor, coefficients: Tensor
+) -> Tensor:
+    """CFG++ Euler (section 12.6): from the guided x0, along the unconditional prediction's noise. Float32 until the
+    end.
 
-    coefficients: sigma, alpha, alpha', down, s_noise * up; see `cfg_pp_coefficients`. An option of the reference; no recipe
-    uses it.
+    coefficients: sigma, alpha, alpha', down, s_noise * up; see `cfg_pp_coefficients`. An option of the reference; no
+    recipe uses it.
     """
     sigma, alpha, alpha_next, down, up = coefficients.unbind()
     derivative = (x.float() - alpha * uncond_denoised.float()) / sigma
@@ -308,8 +323,8 @@ def cfg_pp_euler_step(x: Tensor, denoised: Tensor, uncond_denoised: Tensor, nois
 def step_coefficients(sampler: str, sigma: Tensor, sigma_next: Tensor, *, eta: float, s_noise: float) -> Tensor:
     """Scalars of one step on the CPU; the first (res_2s: see Res2sCoefficients) is sigma.
 
-    sigma, sigma_next: () float32. Euler: (2,), ancestral Euler: (6,), x0: (1,), float32, computed in float32 in the order that
-    ComfyUI computes them (bit-equal). res_2s: (14,) float64. eta and s_noise belong to ancestral Euler.
+    sigma, sigma_next: () float32. Euler: (2,), ancestral Euler: (6,), x0: (1,), float32, computed in float32 in the
+    order that ComfyUI computes them (bit-equal). res_2s: (14,) float64. eta and s_noise belong to ancestral Euler.
     """
     if sampler == "x0":
         return sigma[None]
@@ -335,8 +350,8 @@ def _res_2s_coefficients(sigma: float, sigma_next: float) -> Tensor:
     half = h * a21
     gain, rest = 0.0, 1.0
     if h < 0.5 and sigma > 0.03:
-        # The reference repeats anchor <- x_mid - half*(denoised - anchor). Summed up, so that the step has one form: the
-        # iterations are a geometric series in half.
+        # The reference repeats anchor <- x_mid - half*(denoised - anchor). Summed up, so that the step has one form:
+        # the iterations are a geometric series in half.
         rest = half**_FIXPOINT_ITERATIONS
         gain = (1 - rest) / (1 - half)
     middle, end = sde_coefficients(sigma, sigma_mid), sde_coefficients(sigma, sigma_next)
@@ -355,7 +370,9 @@ def res_2s_middle_sigma(sigma: float, sigma_next: float) -> float:
     return math.sqrt(sigma * sigma_next)
 
 
-def sde_coefficients(sigma: float, sigma_next: float, eta: float = RES_2S_ETA) -> tuple[float, float, float, float, float]:
+def sde_coefficients(
+    sigma: float, sigma_next: float, eta: float = RES_2S_ETA
+) -> tuple[float, float, float, float, float]:
     """sigma, sigma', alpha, delta and noise weight of one SDE mix."""
     weight = min(eta * sigma_next, 0.9999 * sigma_next)
     remaining = math.sqrt(sigma_next**2 - weight**2)

@@ -1,4 +1,5 @@
-"""Guided loops against the loop written out naively: passes, skipped steps, kinds of steps and what is refused or noted."""
+"""Guided loops against the loop written out naively: passes, skipped steps, kinds of steps and what is refused or
+noted."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ SPECS = {
     "cfg": (GuidanceSpec(3.0), GuidanceSpec(5.0)),
     "cfg of the video alone": (GuidanceSpec(3.0), GuidanceSpec()),
     "stg of the audio alone": (GuidanceSpec(), GuidanceSpec(**STG)),
-    "stg in other blocks": (GuidanceSpec(stg_scale=0.5, stg_blocks=(0, 2)), GuidanceSpec(stg_scale=2.0, stg_blocks=(1,))),
+    "stg in other blocks": (
+        GuidanceSpec(stg_scale=0.5, stg_blocks=(0, 2)),
+        GuidanceSpec(stg_scale=2.0, stg_blocks=(1,)),
+    ),
     "modality": (GuidanceSpec(modality_scale=3.0), GuidanceSpec()),
     "all, rescaled": (
         GuidanceSpec(3.0, modality_scale=3.0, rescale=0.7, **STG),
@@ -47,9 +51,7 @@ def prepared(request):
 
 
 def key(steps, index):
-    return GraphKey.of(
-        (steps.constants[index], steps.inputs(index, steps.start, steps.start)), weight_generation=0
-    )
+    return GraphKey.of((steps.constants[index], steps.inputs(index, steps.start, steps.start)), weight_generation=0)
 
 
 def calls_of(request):
@@ -124,7 +126,9 @@ def test_a_step_in_which_both_streams_are_reused_runs_no_forward():
 def test_a_render_of_one_stream_is_guided_without_the_other():
     guidance = Guidance(GuidanceSpec(3.0, modality_scale=3.0, **STG), GuidanceSpec(7.0))
     request = tiny_request(audio=None, guidance=guidance)
-    calls, result = calls_of(dataclasses.replace(request, guidance=dataclasses.replace(guidance, batching="sequential")))
+    calls, result = calls_of(
+        dataclasses.replace(request, guidance=dataclasses.replace(guidance, batching="sequential"))
+    )
     assert len(calls) == 4 * 3 and any("no other stream" in note for note in result.notes)
     off = dataclasses.replace(guidance, video=dataclasses.replace(guidance.video, modality_scale=1.0))
     expected = naive_loop(dataclasses.replace(request, guidance=off), {"video": prepared(request).start[0]})
@@ -195,7 +199,9 @@ def test_a_step_changes_none_of_its_inputs():
 def test_auto_batches_when_it_fits_and_says_so(monkeypatch):
     request = tiny_request(guidance=Guidance(GuidanceSpec(3.0), GuidanceSpec(3.0)))
     calls, result = calls_of(request)
-    assert len(calls) == 4 and any("2 passes a step, as one batch: a batch needs about" in note for note in result.notes)
+    assert len(calls) == 4 and any(
+        "2 passes a step, as one batch: a batch needs about" in note for note in result.notes
+    )
     monkeypatch.setattr(sampler, "device_free_bytes", lambda device: 1000)
     calls, result = calls_of(request)
     assert len(calls) == 8 and any("one after the other" in note and "are free" in note for note in result.notes)
@@ -214,7 +220,10 @@ def test_prompts_of_different_length_are_never_batched():
 # --- what is noted and refused --------------------------------------------------------------------------------------
 
 
-def resolved(video=GuidanceSpec(), audio=GuidanceSpec(), streams=("video", "audio"), name="dev.safetensors"):
+OFF = GuidanceSpec()
+
+
+def resolved(video=OFF, audio=OFF, streams=("video", "audio"), name="dev.safetensors"):
     return resolve_guidance(Guidance(video, audio), streams=streams, layers=LAYERS, file_name=name)
 
 

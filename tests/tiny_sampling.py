@@ -1,4 +1,5 @@
-"""A tiny golden transformer as a model handle, requests for it, and the sampling loop written out naively: an oracle."""
+"""A tiny golden transformer as a model handle, requests for it, and the sampling loop written out naively: an
+oracle."""
 
 from __future__ import annotations
 
@@ -58,82 +59,89 @@ def tiny_request(**changes) -> SampleRequest:
     return SampleRequest(**settings | changes)
 
 
-def naive_loop(request: SampleRequest, start: dict[str, Tensor], noise: list[dict[str, Tensor]] | None = None) -> dict[str, Tensor]:
+def naive_loop(
+    request: SampleRequest, start: dict[str, Tensor], noise: list[dict[str, Tensor]] | None = None
+) -> dict[str, Tensor]:
     """Tokens at the end, by the formulas of transformer.md sections 11 to 13, one forward at a time.
 
     start: noisy tokens by stream. noise: of every step, for ancestral Euler with eta 1.
     """
-    transformer, config = tiny_model().module, tiny_model().config
-    states, guidance = request.states, request.guidance or Guidance()
-    specs: dict[str, GuidanceSpec] = {name: getattr(guidance, name) for name in states}
-    comfyui = request.noise_convention == "comfyui"
+    guidance = request.guidance or Guidance()
+    specs: dict[str, GuidanceSpec] = {name: getattr(guidance, name) for name in request.states}
     x, kept = dict(start), {}
-
-    def contexts(features: TextFeatures) -> dict[str, Tensor]:
-        video, audio = features.features.split([config.context_width, config.audio_context_width], dim=-1)
-        return {"video_context": video, "audio_context": audio}
-
-    def blended(name: str, tokens: Tensor) -> Tensor:
-        mask = states[name].denoise_mask
-        return tokens * mask + states[name].clean * (1 - mask)
-
     for index, (sigma, sigma_next) in enumerate(zip(request.sigmas[:-1], request.sigmas[1:])):
-        running = [name for name, spec in specs.items() if index % (spec.skip_step + 1) == 0]
-        seen = {name: blended(name, tokens) if comfyui else tokens for name, tokens in x.items()}
-
-        def predict(text: TextFeatures, perturbations: Tensor | None) -> dict[str, Tensor]:
-            constants = transformer.prepare(
-                video=states.get("video"),
-                audio=states.get("audio"),
-                **contexts(text),
-                video_enabled="video" in running,
-                audio_enabled="audio" in running,
-                perturbations=perturbations,
-                compatibility=request.compatibility,
-            )
-            levels = [
-                torch.zeros(()) if name in states and bool((states[name].denoise_mask == 0).all()) else sigma
-                for name in ("video", "audio")
-            ]
-            velocities = transformer(
-                seen.get("video"), seen.get("audio"), constants, transformer.modulation(constants, *levels)
-            )
-            found = {}
-            for name, velocity in zip(("video", "audio"), velocities):
-                if name in running:
-                    tau = sigma if comfyui else sigma * states[name].denoise_mask
-                    found[name] = seen[name] - tau * velocity
-            return found
-
+        running = {name: spec for name, spec in specs.items() if index % (spec.skip_step + 1) == 0}
         if running:
-            perturbed = torch.ones(4, LAYERS, request.batch)
-            for row, name in enumerate(("video", "audio")):
-                if name in specs and specs[name].stg_scale != 0:
-                    perturbed[row, list(specs[name].stg_blocks)] = 0
-            alone = torch.ones(4, LAYERS, request.batch)
-            alone[2:] = 0
-            cond = predict(request.text, None)
-            uncond = predict(request.negative, None) if request.negative is not None else cond
-            ptb, mod = predict(request.text, perturbed), predict(request.text, alone)
-            for name in running:
-                s, c = specs[name], cond[name]
-                guided = c + (s.cfg_scale - 1) * (c - uncond[name]) + s.stg_scale * (c - ptb[name])
-                guided = guided + (s.modality_scale - 1) * (c - mod[name])
-                if s.rescale:
-                    guided = guided * (s.rescale * c.std() / guided.std() + 1 - s.rescale)
-                kept[name] = guided
-        for name in x:
-            denoised = blended(name, kept[name])
-            if request.sampler == "euler":
-                x[name] = x[name] + (x[name] - denoised) / sigma * (sigma_next - sigma)
-            elif sigma_next == 0:
-                x[name] = denoised
-            else:
-                down = sigma_next**2 / sigma
-                x[name] = down / sigma * x[name] + (1 - down / sigma) * denoised
-                rescale = (1 - sigma_next) / (1 - down)
-                weight = (sigma_next**2 - down**2 * rescale**2).clamp(min=0).sqrt()
-                x[name] = rescale * x[name] + weight * noise[index][name]
-                if not comfyui:
-                    x[name] = blended(name, x[name])
+            kept |= _guided(request, running, x, sigma)
+        for name, tokens in x.items():
+            drawn = None if noise is None else noise[index]
+            x[name] = _naive_step(request, name, tokens, kept[name], sigma, sigma_next, drawn)
     return x
+
+
+def _blended(request: SampleRequest, name: str, tokens: Tensor) -> Tensor:
+    mask = request.states[name].denoise_mask
+    return tokens * mask + request.states[name].clean * (1 - mask)
+
+
+def _guided(request: SampleRequest, running: dict[str, GuidanceSpec], x: dict[str, Tensor], sigma: Tensor):
+    """Guided x0 of the streams that are predicted in this step."""
+    perturbed, alone = (torch.ones(4, LAYERS, request.batch) for _ in range(2))
+    for row, name in enumerate(("video", "audio")):
+        if name in running and running[name].stg_scale != 0:
+            perturbed[row, list(running[name].stg_blocks)] = 0
+    alone[2:] = 0
+    cond = _x0(request, request.text, running, x, sigma, None)
+    uncond = cond if request.negative is None else _x0(request, request.negative, running, x, sigma, None)
+    ptb = _x0(request, request.text, running, x, sigma, perturbed)
+    mod = _x0(request, request.text, running, x, sigma, alone)
+    found = {}
+    for name, spec in running.items():
+        c = cond[name]
+        guided = c + (spec.cfg_scale - 1) * (c - uncond[name]) + spec.stg_scale * (c - ptb[name])
+        guided = guided + (spec.modality_scale - 1) * (c - mod[name])
+        if spec.rescale:
+            guided = guided * (spec.rescale * c.std() / guided.std() + 1 - spec.rescale)
+        found[name] = guided
+    return found
+
+
+def _x0(request: SampleRequest, features: TextFeatures, running, x: dict[str, Tensor], sigma: Tensor, perturbations):
+    """x0 of one forward."""
+    transformer, config = tiny_model().module, tiny_model().config
+    states, comfyui = request.states, request.noise_convention == "comfyui"
+    video_context, audio_context = features.features.split([config.context_width, config.audio_context_width], dim=-1)
+    constants = transformer.prepare(
+        video=states.get("video"),
+        audio=states.get("audio"),
+        video_context=video_context,
+        audio_context=audio_context,
+        video_enabled="video" in running,
+        audio_enabled="audio" in running,
+        perturbations=perturbations,
+        compatibility=request.compatibility,
+    )
+    given = {name for name, state in states.items() if bool((state.denoise_mask == 0).all())}
+    levels = [torch.zeros(()) if name in given else sigma for name in ("video", "audio")]
+    seen = {name: _blended(request, name, tokens) if comfyui else tokens for name, tokens in x.items()}
+    velocities = transformer(
+        seen.get("video"), seen.get("audio"), constants, transformer.modulation(constants, *levels)
+    )
+    return {
+        name: seen[name] - (sigma if comfyui else sigma * states[name].denoise_mask) * velocity
+        for name, velocity in zip(("video", "audio"), velocities)
+        if name in running
+    }
+
+
+def _naive_step(request, name, x, guided, sigma, sigma_next, noise):
+    denoised = _blended(request, name, guided)
+    if request.sampler == "euler":
+        return x + (x - denoised) / sigma * (sigma_next - sigma)
+    if sigma_next == 0:
+        return denoised
+    down = sigma_next**2 / sigma
+    x = down / sigma * x + (1 - down / sigma) * denoised
+    rescale = (1 - sigma_next) / (1 - down)
+    x = rescale * x + (sigma_next**2 - down**2 * rescale**2).clamp(min=0).sqrt() * noise[name]
+    return x if request.noise_convention == "comfyui" else _blended(request, name, x)

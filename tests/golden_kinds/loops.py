@@ -1,4 +1,5 @@
 """Whole denoising loops through `sample`, float32 (transformer.md sections 12, 13 and 14)."""
+
 import dataclasses
 import json
 
@@ -118,5 +119,9 @@ def _stage(model, golden, settings, stage, contexts, noise):
         tokens = x0.flatten(2).transpose(1, 2)
         target = golden[f"{stage}.call{index}.video_x0"][:, : tokens.shape[1]]
         yield f"{stage} x0 {index}", (tokens - target).abs().max().item(), TOLERANCE
+    if first:
+        appended = golden[f"{stage}.video.final_tokens"][:, video.shape.tokens :]
+        difference = result.appended.flatten(2).transpose(1, 2) - appended
+        yield f"{stage} keyframe of strength {settings['kf_strength']}", difference.abs().max().item(), TOLERANCE
     yield f"{stage} video", (result.video - final[0]).abs().max().item(), TOLERANCE
     yield f"{stage} audio", (result.audio - final[1]).abs().max().item(), TOLERANCE

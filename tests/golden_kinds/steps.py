@@ -1,4 +1,5 @@
 """Single sampler steps, start noise and masks (transformer.md sections 10 to 12)."""
+
 import json
 
 import torch
@@ -36,7 +37,9 @@ def check(path, case):
         out = steps.euler_step(sample.to(dtype), denoised.to(dtype), coefficients)
     elif kind == "ancestral":
         # ancestral.eta1.0.s0.6.3: eta, s_noise, index
-        eta, s_noise, index = case.removeprefix("ancestral.eta").replace(".s", " ").rsplit(".", 1)[0].split() + [case.rsplit(".", 1)[1]]
+        eta, s_noise, index = case.removeprefix("ancestral.eta").replace(".s", " ").rsplit(".", 1)[0].split() + [
+            case.rsplit(".", 1)[1]
+        ]
         index = int(index)
         coefficients = steps.step_coefficients(
             "euler_ancestral", sigmas[index], sigmas[index + 1], eta=float(eta), s_noise=float(s_noise)
@@ -50,7 +53,9 @@ def check(path, case):
         out = steps.cfg_pp_euler_step(sample, denoised, golden["in.uncond_denoised"], noise, coefficients)
     elif kind == "res2s_coeff":
         index = int(case.split(".")[1])
-        out = torch.tensor(steps.runge_kutta_coefficients(float(sigmas[index]), float(sigmas[index + 1])), dtype=torch.float64)
+        out = torch.tensor(
+            steps.runge_kutta_coefficients(float(sigmas[index]), float(sigmas[index + 1])), dtype=torch.float64
+        )
     elif kind == "res2s_sde":
         index = int(case.split(".")[1])
         coefficients = steps.sde_coefficients(float(sigmas[index]), float(sigmas[index + 1]))
