@@ -56,7 +56,7 @@ def measure_loop_activity(model, request: SampleRequest, *, cuda_graph: str) -> 
                 model,
                 prepared.constants,
                 total,
-                Timeline(None),
+                Timeline(None, device=model.device),  # of the device: the runner waits by its events
                 cuda_graph=cuda_graph,
                 on_capture_failure="error",
                 on_finished=lambda index: None,

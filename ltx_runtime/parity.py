@@ -37,6 +37,9 @@ NOT_TESTED = "not tested"
 # What a person sees and hears. A tolerance above 0 is meant for these; other stages have other scales.
 OUTPUTS = ("frames", "waveform")
 
+# Ends the name of a case that renders the second of two prompts.
+SECOND_PROMPT = ", second prompt"
+
 SATURATED_LIMIT = 0.05
 # One level of an 8-bit picture. Less than this from pixel to pixel, or from frame to frame, is nothing to look at.
 VISIBLE_STEP = 1.0 / 255.0
@@ -538,7 +541,8 @@ class Trial:
     """One render of an arm, compared with its counterpart.
 
     case: what both renders were asked for ("seed 7"). replay: 1 for the first render of this case.
-    ranges: of the outputs of both renders. first_stage: from `first_differing_stage`, when stages were recorded.
+    ranges: of the outputs of both renders. first_stage: the earliest stage in which they differ, if any. stage_note:
+    how that was found, when it took more than the comparisons.
     """
 
     case: str
@@ -546,6 +550,7 @@ class Trial:
     ranges: tuple[RangeStats, ...] = ()
     replay: int = 1
     first_stage: Comparison | None = None
+    stage_note: str = ""
 
     def judged(self, tolerance: float) -> tuple[Comparison, ...]:
         """All comparisons; above tolerance 0 only those of what is seen and heard, if there are any."""
@@ -613,8 +618,8 @@ def judge(
 
     A difference anywhere wins, a difference found in a control too. Next comes "not tested": an arm that did not run,
     a degenerate output, cases that give the same frames. "equal" asks for every bit of every comparison.
-    numbers: tolerance, max_abs (of the outputs), first_stage, worst (arm, case, replay, and the comparison), ranges,
-    alike_cases, arms (name, against, status, words, cases, replays), comparisons.
+    numbers: tolerance, max_abs (of the outputs), first_stage (a comparison, and how it was found), worst (arm, case,
+    replay, and the comparison), ranges, alike_cases, arms (name, against, status, words, cases, replays), comparisons.
     """
     if not 0 <= tolerance < math.inf:
         raise ValueError(f"tolerance={tolerance} must be 0 or a positive number")
@@ -660,9 +665,10 @@ def _judge_arm(arm: Arm, tolerance: float) -> _ArmResult:
     if DIFFERENT in statuses:
         trial, comparison = worst
         words = f"{arm.name} differs from {arm.against} in {comparison.name}{_of(trial, arm)}: {comparison.words()}"
-        stage = next((t.first_stage for t in arm.trials if t.first_stage is not None), None)
-        if stage is not None:
-            words += f"; first differing stage: {stage.name}"
+        found = _first_stage(arm.trials)
+        if found is not None:
+            note = f" ({found.stage_note})" if found.stage_note else ""
+            words += f"; first differing stage: {found.first_stage.name}{note}"
         return _ArmResult(DIFFERENT, words, f"{DIFFERENT} ({comparison.name}: {comparison.words()})", worst)
     reason = arm.not_run or next((r.degenerate for t in arm.trials for r in t.ranges if r.degenerate), "")
     if reason:
@@ -678,6 +684,12 @@ def _judge_arm(arm: Arm, tolerance: float) -> _ArmResult:
         )
     words = f"{arm.name} equals {arm.against} bit for bit on {outputs}{tally}{ranges}"
     return _ArmResult(EQUAL, words, EQUAL, worst)
+
+
+def _first_stage(trials: Sequence[Trial]) -> Trial | None:
+    """The trial that tells best where a difference begins: one whose stages were looked into, else the first."""
+    staged = [trial for trial in trials if trial.first_stage is not None]
+    return next((trial for trial in staged if trial.stage_note), staged[0] if staged else None)
 
 
 def _badness(comparison: Comparison, tolerance: float) -> tuple:
@@ -720,7 +732,8 @@ def _tally(trials: Sequence[Trial]) -> str:
     if cases * replays <= 1:
         return ""
     noun = "seed" if all(trial.case.startswith("seed ") for trial in trials) else "case"
-    return f", {_count(cases, noun)} x {_count(replays, 'replay')}"
+    prompts = " and 2 prompts" if any(trial.case.endswith(SECOND_PROMPT) for trial in trials) else ""
+    return f", {_count(cases, noun)}{prompts} x {_count(replays, 'replay')}"
 
 
 def _count(n: int, noun: str) -> str:
@@ -757,11 +770,11 @@ def _numbers(arms: Sequence[Arm], results: Sequence[_ArmResult], tolerance: floa
         arm, trial, comparison = max(candidates, key=lambda c: _badness(c[2], tolerance))
         worst = {"arm": arm.name, "case": trial.case, "replay": trial.replay, **comparison.as_dict()}
     measured = [c["max_abs"] for c in comparisons if c["name"] in OUTPUTS] or [c["max_abs"] for c in comparisons]
-    stage = next((t.first_stage for arm in arms for t in arm.trials if t.first_stage is not None), None)
+    found = _first_stage([trial for arm in arms for trial in arm.trials])
     return {
         "tolerance": tolerance,
         "max_abs": None if not measured or None in measured else max(measured),
-        "first_stage": stage.as_dict() if stage else None,
+        "first_stage": found.first_stage.as_dict() | {"how": found.stage_note} if found else None,
         "worst": worst,
         "ranges": [stats.as_dict() for stats in _widest([trial for arm in arms for trial in arm.trials])],
         "alike_cases": alike,

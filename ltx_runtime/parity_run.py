@@ -1,15 +1,17 @@
-"""From renders to a verdict: two finished clips (`judge_clips`), or both arms run here (`run_parity`): eager and graphed,
-several seeds and replays, judged on latents, unclamped decoder output, frames and waveform.
+"""From renders to a verdict: two finished clips (`judge_clips`), or both arms run here (`run_parity`): eager and
+graphed, several seeds and replays, judged on latents, unclamped decoder output, frames and waveform.
 
 Reading order: `judge_clips`; `run_parity`, `_Arms`, `_judged`. The comparing itself is in parity.py.
 
 Source: design.md section 6, "Parity rule".
 """
+
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from .errors import CaptureError, RequestError
 from .gpu_activity import measure_gpu_busy
 from .loop_activity import LoopActivity, measure_loop_activity, plain_activity
 from .parity import (
+    SECOND_PROMPT,
     Arm,
     Comparison,
     RangeStats,
@@ -29,18 +32,23 @@ from .parity import (
     compare_latents,
     compare_waveforms,
     digest,
+    first_differing_stage,
     frame_range,
     judge,
     waveform_range,
 )
+from .request import TextFeatures
 from .runtime import TransformerModel
 from .sampler import SampleRequest, SampleResult, fix_batching, sample
+from .stages import trace_stages
 from .timing import Timeline
 from .video_vae import DecodePlan, VideoVAE
 from .video_vae.host_frames import to_frames
 
 EAGER, GRAPHED, REPEATED = "eager", "graphed", "eager repeated"
 _LAST_SEED = 2**64 - 1
+_LATENTS = ("latent", "audio latent")
+_LONGEST_NAME = 40
 
 
 @dataclass(frozen=True)
@@ -48,8 +56,8 @@ class ParityOutcome:
     """One verdict and the pair of clips to show for it: the worst one, where there were several.
 
     names: what the two clips are. frames: the comparison of the two, waveform: that of their sound. clips: (N, H, W, 3)
-    float, on the host. graphs: what each arm says about its CUDA graphs. activities: what the profiler saw of each arm, where
-    that was asked for.
+    float, on the host. graphs: what each arm says about its CUDA graphs. activities: what the profiler saw of each arm,
+    where that was asked for.
     """
 
     verdict: Verdict
@@ -65,23 +73,31 @@ def judge_clips(
     clips: tuple[Tensor, Tensor],
     sounds: tuple[tuple[Tensor, int], tuple[Tensor, int]] | None,
     graphs: tuple[dict | None, dict | None],
+    settings: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
     *,
     tolerance: float,
 ) -> ParityOutcome:
-    """Judge two finished renders.
+    """Judge two finished renders, of whatever two kinds: eager and graphed, two seeds, two settings.
 
-    clips: IMAGE tensors (N, H, W, C). sounds: (waveform (B, C, T), sample rate) of both. graphs: what their samplers said
-    about CUDA graphs (`SampleResult.graph`), None where nobody knows. A render that was asked to use a graph and ran eager
+    clips: IMAGE tensors (N, H, W, C). sounds: (waveform (B, C, T), sample rate) of both. graphs: what their samplers
+    said about CUDA graphs (`SampleResult.graph`), None where nobody knows. A render that was asked to use a graph and
+    ran eager
     is no graphed arm: the verdict then is "not tested", and the comparison a repeated eager render.
+    settings: what each was asked for, by name; empty where nobody knows. What differs in them is said in the verdict,
+    and names the arms where it is one plain value.
     """
     comparisons = [compare_frames(*clips)]
     ranges = [frame_range(clip) for clip in clips]
     if sounds is not None:
         comparisons.append(_compare_sounds(*sounds))
         ranges += [waveform_range(waveform) for waveform, _ in sounds]
-    trial = Trial("render", tuple(comparisons), tuple(ranges), first_stage=next((c for c in comparisons if not c.bit_exact), None))
+    trial = Trial(
+        "render", tuple(comparisons), tuple(ranges), first_stage=next((c for c in comparisons if not c.bit_exact), None)
+    )
     fallback = next((why for why in map(_why_not_graphed, graphs) if why), "")
-    names = _names(graphs)
+    changed = {key: (settings[0][key], settings[1][key]) for key in settings[0] if key in settings[1]}
+    changed = {key: pair for key, pair in changed.items() if pair[0] != pair[1]}
+    names = _names(graphs, changed)
     if fallback:
         names = (EAGER, REPEATED)
         verdict = judge(Arm(GRAPHED, EAGER, not_run=fallback), [Arm(REPEATED, EAGER, (trial,))], tolerance=tolerance)
@@ -89,7 +105,12 @@ def judge_clips(
         # The graphed arm is the one in question, whichever socket it came in by.
         against, name = names if graphs[0] is None or graphs[0]["mode"] != "graph" else names[::-1]
         verdict = judge(Arm(name, against, (trial,)), tolerance=tolerance)
-    return ParityOutcome(verdict, names, clips, comparisons[0], comparisons[1] if sounds else None, dict(zip(names, graphs)))
+    if changed:
+        asked = ", ".join(f"{key} {_short(a)} and {_short(b)}" for key, (a, b) in changed.items())
+        verdict = dataclasses.replace(verdict, words=f"{verdict.words}; they were asked for different things: {asked}")
+    return ParityOutcome(
+        verdict, names, clips, comparisons[0], comparisons[1] if sounds else None, dict(zip(names, graphs))
+    )
 
 
 def _why_not_graphed(graph: dict | None) -> str:
@@ -99,11 +120,22 @@ def _why_not_graphed(graph: dict | None) -> str:
     return graph.get("fallback") or graph["decision"]
 
 
-def _names(graphs: tuple[dict | None, dict | None]) -> tuple[str, str]:
+def _names(graphs: tuple[dict | None, dict | None], changed: Mapping[str, tuple]) -> tuple[str, str]:
+    """What to call the two: by how they ran, else by the one setting in which they differ, else by letters."""
     known = [None if graph is None else GRAPHED if graph["mode"] == "graph" else EAGER for graph in graphs]
-    if None in known or known[0] == known[1]:
-        return tuple(f"{name or 'render'} {letter}" for name, letter in zip(known, "AB"))
-    return known[0], known[1]
+    if None not in known and known[0] != known[1]:
+        return known[0], known[1]
+    if len(changed) == 1:
+        ((key, pair),) = changed.items()
+        words = tuple(f"{key} {value}" for value in pair)
+        if all(isinstance(value, (bool, int, float, str)) for value in pair) and max(map(len, words)) <= _LONGEST_NAME:
+            return words
+    return tuple(f"{name or 'render'} {letter}" for name, letter in zip(known, "AB"))
+
+
+def _short(value: Any) -> str:
+    words = str(value)
+    return words if len(words) <= _LONGEST_NAME else f"{words[: _LONGEST_NAME - 3]}..."
 
 
 def _compare_sounds(a: tuple[Tensor, int], b: tuple[Tensor, int]) -> Comparison:
@@ -139,6 +171,7 @@ def run_parity(
     tolerance: float,
     timelines: Callable[[str], Timeline],
     audio_vae: AudioVAE | None = None,
+    other_text: TextFeatures | None = None,
     load: Callable[[Timeline], None] = lambda timeline: None,
     without_graphs: str = "",
     measure_residency: bool = False,
@@ -147,14 +180,16 @@ def run_parity(
 ) -> ParityOutcome:
     """Run both arms and judge them.
 
-    request: needs a video part. Its seed is the first of `seeds` seeds counted upwards; a given start noise is used for the
-    first seed only. replays: graphed renders of each seed, in turns, so that every replay finds other inputs than the one
-    before. audio_vae: decodes the sound, which is then judged as the frames are; without it only the sound's latent is.
-    timelines(arm): a new timeline for an arm. load(timeline): brings the weights, in the first arm's timeline.
+    request: needs a video part. Its seed is the first of `seeds` seeds counted upwards; a given start noise is used for
+    the first seed only. replays: graphed renders of each seed, in turns, so that every replay finds other inputs than
+    the one before. audio_vae: decodes the sound, which is then judged as the frames are; without it only the sound's
+    latent is.
+    other_text: a second prompt, which every other seed renders. timelines(arm): a new timeline for an arm.
+    load(timeline): brings the weights, in the first arm's timeline.
     without_graphs: why the host forbids graphs, empty when it doesn't.
-    measure_residency: afterwards run the loop of each arm and one decode once more under the profiler, which then slows every
-    launch of the process down; no time in the timelines is touched by it.
-    on_progress(done, total): in steps, the decoding of a render counting as one.
+    measure_residency: afterwards run the loop of each arm and one decode once more under the profiler, which then slows
+    every launch of the process down; no time in the timelines is touched by it. on_progress(done, total): in steps, the
+    decoding of a render counting as one.
     Raises RequestError, and all that `sample` and the decoders raise.
     """
     if request.video is None:
@@ -165,14 +200,14 @@ def run_parity(
         )
     if replays < 1 or seeds < 1:
         raise RequestError(f"replays={replays} and seeds={seeds} must both be at least 1.")
-    cases = _cases(request, seeds)
+    cases = _cases(request, seeds, other_text)
     arms = _Arms(model, cases, timelines, check_cancelled, _Counter(on_progress, request, seeds * (replays + 2)))
 
     with arms.timeline(EAGER).segment("load"):
         load(arms.timeline(EAGER))
         model.ensure_resident(arms.timeline(EAGER))
     # Decided once: a batch of passes and passes one after the other are different kernels.
-    arms.cases = _cases(fix_batching(model, request), seeds)
+    arms.cases = _cases(fix_batching(model, request), seeds, other_text)
     eager = arms.render(EAGER, range(seeds), cuda_graph="off")
     refused = without_graphs or unavailable_reason(model.device) or ""
     graphed: list[_Render] = []
@@ -326,11 +361,38 @@ def _judged(
             del b  # makes room for the next
         del a
 
-    question = Arm(GRAPHED, EAGER, tuple(trials[GRAPHED]), not_run=refused)
-    control = Arm(REPEATED, EAGER, tuple(trials[REPEATED]))
+    question = Arm(GRAPHED, EAGER, _with_stages(arms, trials[GRAPHED], "on"), not_run=refused)
+    control = Arm(REPEATED, EAGER, _with_stages(arms, trials[REPEATED], "off"))
     verdict = judge(question, [control], tolerance=tolerance, outputs=outputs)
     _, names, clips, frames, waveform = kept
     return ParityOutcome(verdict, names, clips, frames, waveform)
+
+
+def _with_stages(arms: _Arms, trials: Sequence[Trial], cuda_graph: str) -> tuple[Trial, ...]:
+    """The trials; for the first whose latents differ, both renders are run once more with a fingerprint after every
+    step, to say where the difference begins. Steps are not kept in the first place: nobody needs them while all is
+    equal."""
+    trials = list(trials)
+    position = next((i for i, t in enumerate(trials) if t.first_stage and t.first_stage.name in _LATENTS), None)
+    if position is None:
+        return tuple(trials)
+    trial = trials[position]
+    request = next(case.request for case in arms.cases if case.name == trial.case)
+    stage = None
+    try:
+        traced = [
+            trace_stages(arms.model, request, cuda_graph=mode, check_cancelled=arms.check_cancelled)
+            for mode in ("off", cuda_graph)
+        ]
+    except CaptureError as error:
+        note = f"the step is not known, the graphed render could not be run again: {error}"
+    else:
+        stage = first_differing_stage(*traced)
+        note = "found in a rerun of both"
+        if stage is None:
+            note = "the step is not known, a rerun of both came out equal"
+    trials[position] = dataclasses.replace(trial, first_stage=stage or trial.first_stage, stage_note=note)
+    return tuple(trials)
 
 
 def _compare(case: str, replay: int, first: _Render, a: _Decoded, other: _Render, b: _Decoded) -> Trial:
@@ -347,10 +409,14 @@ def _compare(case: str, replay: int, first: _Render, a: _Decoded, other: _Render
     return Trial(case, tuple(comparisons), (*a.ranges, *b.ranges), replay, first_stage)
 
 
-def _cases(request: SampleRequest, seeds: int) -> list[_Case]:
+def _cases(request: SampleRequest, seeds: int, other_text: TextFeatures | None) -> list[_Case]:
     cases = []
     for offset in range(seeds):
         seed = (request.seed + offset) % (_LAST_SEED + 1)
         changed = dataclasses.replace(request, seed=seed, noise=request.noise if offset == 0 else None)
-        cases.append(_Case(f"seed {seed}", changed))
+        name = f"seed {seed}"
+        if other_text is not None and offset % 2:
+            changed = dataclasses.replace(changed, text=other_text)
+            name += SECOND_PROMPT
+        cases.append(_Case(name, changed))
     return cases

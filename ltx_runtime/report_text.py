@@ -213,6 +213,7 @@ def as_text(report: Mapping[str, Any]) -> str:
         "",
         f"{environment['device']}, {software}, {environment['platform']}",
     ]
+    lines += _comparison_lines(report["verdict"]["numbers"].get("comparisons", []))
     for render in report["renders"]:
         lines += ["", "", _heading(f"{render['name']}: render {render['render']}")]
         lines += [f"log: {render['log']}"] if render["log"] else []
@@ -223,6 +224,40 @@ def as_text(report: Mapping[str, Any]) -> str:
         lines += ["", *_graph_lines(render["graph"])]
         lines += ["", *_residency_lines(render["residency"])]
     return "\n".join(lines) + "\n"
+
+
+_SHOWN_DIFFERENCES = 12
+
+
+def _comparison_lines(comparisons: Sequence[Mapping]) -> list[str]:
+    """How many of each kind were compared, and for those that differ: where, by how much, in how many frames."""
+    if not comparisons:
+        return []
+    differing = [c for c in comparisons if not c["bit_exact"]]
+    names = [c["name"] for c in comparisons]
+    tally = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    found = f"{len(differing)} differ:" if differing else "all equal bit for bit"
+    lines = ["", f"compared: {tally}; {found}"]
+    for c in differing[:_SHOWN_DIFFERENCES]:
+        where = f"  {c['arm']}, {c['case']}, replay {c['replay']}, {c['name']}: "
+        if c["max_abs"] is None:
+            lines.append(where + c["note"])
+            continue
+        groups = [gap is None or gap > 0 for gap in c["group_max"]]
+        unit = f"{c['group_axis']}s" if c["group_size"] == 1 else f"groups of {c['group_size']} {c['group_axis']}s"
+        facts = [f"{c['differing']:,} of {c['total']:,} values, in {sum(groups)} of {len(groups)} {unit}"]
+        facts += [f"largest {c['max_abs']:.3g} at {_place(c['largest'])}"] if c["largest"] else []
+        facts += [f"first at {_place(c['first'])}"] if c["first"] != c["largest"] else []
+        facts += [f"{c['signed_zeros']:,} zeros of another sign"] if c["signed_zeros"] else []
+        facts += [f"not finite: {c['nonfinite'][0]:,} and {c['nonfinite'][1]:,}"] if any(c["nonfinite"]) else []
+        lines.append(where + "; ".join(facts))
+    if len(differing) > _SHOWN_DIFFERENCES:
+        lines.append(f"  and {len(differing) - _SHOWN_DIFFERENCES} more, in the JSON report")
+    return lines
+
+
+def _place(location: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis} {index}" for axis, index in location.items())
 
 
 def _residency_lines(residency: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,5 @@
 """Are two renders equal, and where did the time go? The composable node, and the one that runs both arms itself."""
+
 from __future__ import annotations
 
 import time
@@ -12,12 +13,22 @@ from ..ltx_runtime.parity import DIFFERENT, Comparison, Verdict
 from ..ltx_runtime.parity_run import judge_clips, run_parity
 from ..ltx_runtime.pictures import difference_picture, timeline_picture
 from ..ltx_runtime.report_text import json_report, text_report
+from ..ltx_runtime.sampler import TextFeatures
 from ..ltx_runtime.timing import Timeline
 from . import host, live
 from .audio import AudioVAE, audio_part
+from .conditioning import read_conditioning
 from .decode import video_part
 from .load import VideoVAE
-from .sample import Report, arithmetic_inputs, cuda_graphs_refused, optional_sampling_inputs, read_job, sampling_inputs
+from .sample import (
+    Report,
+    SamplingJob,
+    arithmetic_inputs,
+    cuda_graphs_refused,
+    optional_sampling_inputs,
+    read_job,
+    sampling_inputs,
+)
 
 
 class RendersDiffer(LTXError):
@@ -26,7 +37,9 @@ class RendersDiffer(LTXError):
 
 def _judging_inputs() -> list[io.Input]:
     return [
-        io.Float.Input("tolerance", default=0.0, min=0.0, max=1.0, step=0.0001, round=False, tooltip="0 = every bit must be equal."),
+        io.Float.Input(
+            "tolerance", default=0.0, min=0.0, max=1.0, step=0.0001, round=False, tooltip="0 = every bit must be equal."
+        ),
         io.Combo.Input("on_difference", options=["report", "fail"], default="report", tooltip="fail: stop the prompt."),
     ]
 
@@ -54,10 +67,14 @@ def _finished(
     if verdict.status == DIFFERENT and on_difference == "fail":
         raise RendersDiffer(f"{verdict.words}. on_difference is 'fail'; set it to 'report' to see the pictures.")
     difference = difference_picture(*clips, verdict, comparison=comparison, waveform=waveform, names=names)
-    timelines = [timeline_picture(r.timeline.events, title=f"{arm}: render {r.timeline.render_id}") for arm, r in renders.items()]
+    timelines = [
+        timeline_picture(r.timeline.events, title=f"{arm}: render {r.timeline.render_id}") for arm, r in renders.items()
+    ]
     timeline = torch.cat(timelines or [timeline_picture(())])
     text = text_report(verdict, renders)
-    shown = [image for picture in (difference, timeline) for image in ui.PreviewImage(picture, cls=node).as_dict()["images"]]
+    shown = [
+        image for picture in (difference, timeline) for image in ui.PreviewImage(picture, cls=node).as_dict()["images"]
+    ]
     return io.NodeOutput(
         text,
         verdict.bit_exact,
@@ -79,7 +96,7 @@ class LTXGraphTimingParity(io.ComfyNode):
             node_id="LTXGraphTimingParity",
             display_name="LTX Graph Timing Parity",
             category="LTXGraph",
-            description="Compares two renders: one verdict on pixels and sound, the difference and both timelines as pictures.",
+            description="Compares two renders: one verdict on pixels and sound, pictures of difference and timelines.",
             search_aliases=["LTX 2.5", "compare", "benchmark", "difference"],
             is_output_node=True,
             inputs=[
@@ -88,7 +105,9 @@ class LTXGraphTimingParity(io.ComfyNode):
                 *_judging_inputs(),
                 io.Audio.Input("audio_a", optional=True),
                 io.Audio.Input("audio_b", optional=True),
-                Report.Input("report_a", optional=True, tooltip="Report of the first render, for timing and what really ran."),
+                Report.Input(
+                    "report_a", optional=True, tooltip="Report of the first render, for timing and what really ran."
+                ),
                 Report.Input("report_b", optional=True, tooltip="Report of the second render."),
             ],
             outputs=_outputs(),
@@ -96,19 +115,32 @@ class LTXGraphTimingParity(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, frames_a, frames_b, tolerance: float, on_difference: str, audio_a=None, audio_b=None, report_a=None, report_b=None
+        cls,
+        frames_a,
+        frames_b,
+        tolerance: float,
+        on_difference: str,
+        audio_a=None,
+        audio_b=None,
+        report_a=None,
+        report_b=None,
     ) -> io.NodeOutput:
         if (audio_a is None) != (audio_b is None):
-            raise RequestError("audio_a and audio_b: connect both or none; the sound of one render alone can't be compared.")
+            raise RequestError(
+                "audio_a and audio_b: connect both or none; the sound of one render alone can't be compared."
+            )
         judged = judge_clips(
             (frames_a, frames_b),
             tuple(_sound(audio) for audio in (audio_a, audio_b)) if audio_a is not None else None,
             tuple(report.graph if report is not None else None for report in (report_a, report_b)),
+            tuple(report.settings if report is not None else {} for report in (report_a, report_b)),
             tolerance=tolerance,
         )
         renders = {name: report for name, report in zip(judged.names, (report_a, report_b)) if report is not None}
         clips = (frames_a, frames_b)
-        return _finished(cls, judged.verdict, clips, judged.names, judged.frames, judged.waveform, renders, on_difference)
+        return _finished(
+            cls, judged.verdict, clips, judged.names, judged.frames, judged.waveform, renders, on_difference
+        )
 
 
 def _sound(audio: dict[str, Any]) -> tuple[torch.Tensor, int]:
@@ -122,12 +154,14 @@ class LTXGraphParityRun(io.ComfyNode):
             node_id="LTXGraphParityRun",
             display_name="LTX Graph Parity Run",
             category="LTXGraph",
-            description="Renders one prompt eager and with CUDA graphs, several seeds and replays, and compares every bit.",
+            description="Renders a prompt eager and with CUDA graphs, several seeds and replays; compares every bit.",
             search_aliases=["LTX 2.5", "compare", "benchmark", "CUDA graph", "bit exact"],
             is_output_node=True,
             inputs=[
                 *sampling_inputs(),
-                VideoVAE.Input("video_vae", tooltip="From LTX Graph Video VAE Loader. One decode plan serves all renders."),
+                VideoVAE.Input(
+                    "video_vae", tooltip="From LTX Graph Video VAE Loader. One decode plan serves all renders."
+                ),
                 io.Int.Input("replays", default=3, min=1, max=100, tooltip="Graphed renders of each seed."),
                 io.Int.Input("seeds", default=2, min=1, max=100, tooltip="Seeds, counted up from `seed`."),
                 *_judging_inputs(),
@@ -136,17 +170,22 @@ class LTXGraphParityRun(io.ComfyNode):
                 AudioVAE.Input(
                     "audio_vae",
                     optional=True,
-                    tooltip="From LTX Graph Audio VAE Loader: the sound is decoded and judged too. Without it only the sound's "
-                    "latent is.",
+                    tooltip="From LTX Graph Audio VAE Loader: the sound is decoded and judged too. Without it only the "
+                    "sound's latent is.",
+                ),
+                io.Conditioning.Input(
+                    "positive_b",
+                    optional=True,
+                    tooltip="A second prompt for every other seed: one that stuck in a recording would show.",
                 ),
                 io.Boolean.Input(
                     "measure_residency",
                     default=True,
                     optional=True,
                     advanced=True,
-                    tooltip="Afterwards run each arm once more under the profiler and report copies, waits and GPU time. Costs "
-                    "two renders and a decode, and some seconds the first time; every launch after that is slower until "
-                    "ComfyUI is restarted (eager steps of small clips by up to a half).",
+                    tooltip="Afterwards run each arm once more under the profiler and report copies, waits and GPU "
+                    "time. Costs two renders and a decode, and some seconds the first time; every launch after that "
+                    "is slower until ComfyUI is restarted (eager steps of small clips by up to a half).",
                 ),
             ],
             outputs=_outputs(),
@@ -167,10 +206,12 @@ class LTXGraphParityRun(io.ComfyNode):
         tolerance: float,
         on_difference: str,
         audio_vae: host.DeviceModel | None = None,
+        positive_b=None,
         measure_residency: bool = True,
         **inputs,
     ) -> io.NodeOutput:
         job = read_job(model, **inputs)
+        other_text = None if positive_b is None else _second_prompt(positive_b, job)
         models = [model, video_vae]
         decoding = video_vae.model.plan(video_part(inputs["latent_image"], "latent_image").shape, free_bytes=0)
         activation_bytes = job.activation_bytes(recorded=True) + decoding.peak_bytes
@@ -201,6 +242,7 @@ class LTXGraphParityRun(io.ComfyNode):
                 tolerance=tolerance,
                 timelines=timeline_of,
                 audio_vae=None if audio_vae is None else audio_vae.model,
+                other_text=other_text,
                 without_graphs=cuda_graphs_refused(),
                 measure_residency=measure_residency,
                 check_cancelled=host.cancel_check(),
@@ -228,3 +270,14 @@ class LTXGraphParityRun(io.ComfyNode):
             renders,
             on_difference,
         )
+
+
+def _second_prompt(positive_b: Any, job: SamplingJob) -> TextFeatures:
+    """Raises RequestError when it asks for another frame rate: the latent has one."""
+    prompt = read_conditioning(positive_b, "positive_b", job.model.model.config)
+    if prompt.frame_rate != job.settings["frame_rate"]:
+        raise RequestError(
+            f"positive_b: its frame_rate is {prompt.frame_rate:g}, that of positive {job.settings['frame_rate']:g}. "
+            f"Give both the same (LTXVConditioning sets it)."
+        )
+    return prompt.text

@@ -1,4 +1,5 @@
 """Verdicts over finished clips, and both arms run here on a tiny model."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -35,12 +36,15 @@ def changed(frames: torch.Tensor, by: float) -> torch.Tensor:
     return frames
 
 
-@pytest.mark.parametrize("graphs, names", [
-    ((OFF, GRAPHED), ("eager", "graphed")),
-    ((GRAPHED, OFF), ("graphed", "eager")),
-    ((None, None), ("render A", "render B")),
-    ((OFF, OFF), ("eager A", "eager B")),
-])
+@pytest.mark.parametrize(
+    "graphs, names",
+    [
+        ((OFF, GRAPHED), ("eager", "graphed")),
+        ((GRAPHED, OFF), ("graphed", "eager")),
+        ((None, None), ("render A", "render B")),
+        ((OFF, OFF), ("eager A", "eager B")),
+    ],
+)
 def test_equal_clips(graphs, names):
     outcome = judge_clips((clip(), clip()), None, graphs, tolerance=0.0)
     assert outcome.verdict.status == EQUAL and outcome.verdict.bit_exact
@@ -62,6 +66,36 @@ def test_a_difference_is_found_whatever_ran():
         assert judge_clips(pair, None, graphs, tolerance=0.0).verdict.status == DIFFERENT
 
 
+SEVEN, ELEVEN = {"seed": 7, "steps": 8, "sigmas": [1.0, 0.0]}, {"seed": 11, "steps": 8, "sigmas": [1.0, 0.0]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "graphs", "names"),
+    [
+        ((SEVEN, ELEVEN), (OFF, OFF), ("seed 7", "seed 11")),
+        ((SEVEN, ELEVEN | {"steps": 9}), (OFF, OFF), ("eager A", "eager B")),
+        ((SEVEN, SEVEN | {"sigmas": [1.0, 0.5, 0.0]}), (OFF, OFF), ("eager A", "eager B")),
+        ((SEVEN, ELEVEN), (OFF, GRAPHED), ("eager", "graphed")),
+        ((SEVEN, SEVEN), (OFF, OFF), ("eager A", "eager B")),
+        ((SEVEN, {}), (OFF, None), ("eager A", "render B")),
+    ],
+    ids=["one setting", "two settings", "a list", "also graphed", "the same", "unknown"],
+)
+def test_arms_of_any_kind_are_named_by_what_differs(settings, graphs, names):
+    outcome = judge_clips((clip(), changed(clip(), 0.25)), None, graphs, settings, tolerance=0.0)
+    assert outcome.names == names and outcome.verdict.status == DIFFERENT
+    assert outcome.verdict.words.startswith(f"different: {names[1]} differs from {names[0]} in frames: 1 of 576 values")
+    asked = "they were asked for different things: " in outcome.verdict.words
+    assert asked == (settings[0] != settings[1] and bool(settings[1]))
+    if names == ("seed 7", "seed 11"):
+        assert outcome.verdict.words.endswith("; they were asked for different things: seed 7 and 11")
+
+
+def test_equal_pictures_of_different_seeds_are_equal_and_the_verdict_says_what_was_asked():
+    outcome = judge_clips((clip(), clip()), None, (OFF, OFF), (SEVEN, ELEVEN), tolerance=0.0)
+    assert outcome.verdict.status == EQUAL and outcome.verdict.words.endswith("different things: seed 7 and 11")
+
+
 def test_sound_is_judged_with_its_sample_rate():
     wave = torch.rand(1, 2, 9600, generator=torch.Generator().manual_seed(1)) - 0.5
     clips = (clip(), clip())
@@ -77,7 +111,9 @@ def tiny_files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def models(tiny_files):
-    return load_transformer(tiny_files["transformer"], device="cpu"), load_video_vae(tiny_files["video_vae"], device="cpu")
+    return load_transformer(tiny_files["transformer"], device="cpu"), load_video_vae(
+        tiny_files["video_vae"], device="cpu"
+    )
 
 
 @pytest.fixture
@@ -102,7 +138,13 @@ def test_without_cuda_eager_is_repeated_and_nothing_passes(models, request_):
 
     progress = []
     outcome = run_parity(
-        *models, request_, replays=3, seeds=2, tolerance=0.0, timelines=new_timeline, on_progress=lambda *p: progress.append(p)
+        *models,
+        request_,
+        replays=3,
+        seeds=2,
+        tolerance=0.0,
+        timelines=new_timeline,
+        on_progress=lambda *p: progress.append(p),
     )
     assert outcome.verdict.words == "not tested: the model is on cpu, not on CUDA; eager repeated: equal" or (
         not torch.cuda.is_available() and outcome.verdict.words == "not tested: no CUDA; eager repeated: equal"
@@ -131,9 +173,7 @@ def test_sound_is_decoded_and_judged_when_its_vae_is_there(models, tiny_files, r
         audio_vae=audio_vae,
     )
     compared = [c["name"] for c in outcome.verdict.numbers["comparisons"]]
-    assert compared == [
-        "latent", "audio latent", "unclamped frames", "frames", "unclamped waveform", "waveform"
-    ]
+    assert compared == ["latent", "audio latent", "unclamped frames", "frames", "unclamped waveform", "waveform"]
     assert outcome.waveform.shape == (1, 2, 480 * (4 * 9 - 3)) and outcome.waveform.bit_exact
     assert {r["name"] for r in outcome.verdict.numbers["ranges"]} == {"frames", "waveform"}
     assert eager.summary()["phases"]["decode.audio"]["count"] > 0
@@ -154,7 +194,13 @@ def test_an_audio_vae_without_sound_is_refused(models, tiny_files, request_):
 
 def test_residency_on_the_cpu_is_not_measured_and_says_so(models, request_):
     outcome = run_parity(
-        *models, request_, replays=1, seeds=1, tolerance=0.0, timelines=lambda arm: Timeline(None), measure_residency=True
+        *models,
+        request_,
+        replays=1,
+        seeds=1,
+        tolerance=0.0,
+        timelines=lambda arm: Timeline(None),
+        measure_residency=True,
     )
     assert outcome.activities["eager"].words == "resident: not measured, the model is on cpu"
     assert set(outcome.activities) == {"eager", "eager repeated"}
@@ -162,7 +208,13 @@ def test_residency_on_the_cpu_is_not_measured_and_says_so(models, request_):
 
 def test_the_hosts_refusal_is_the_reason(models, request_):
     outcome = run_parity(
-        *models, request_, replays=1, seeds=1, tolerance=0.0, timelines=lambda arm: Timeline(None), without_graphs="graphs forbidden"
+        *models,
+        request_,
+        replays=1,
+        seeds=1,
+        tolerance=0.0,
+        timelines=lambda arm: Timeline(None),
+        without_graphs="graphs forbidden",
     )
     assert outcome.verdict.words == "not tested: graphs forbidden; eager repeated: equal"
 
@@ -170,5 +222,10 @@ def test_the_hosts_refusal_is_the_reason(models, request_):
 def test_sound_alone_is_refused(models, request_):
     with pytest.raises(RequestError, match="video part"):
         run_parity(
-            *models, dataclasses.replace(request_, video=None), replays=1, seeds=1, tolerance=0.0, timelines=lambda arm: Timeline(None)
+            *models,
+            dataclasses.replace(request_, video=None),
+            replays=1,
+            seeds=1,
+            tolerance=0.0,
+            timelines=lambda arm: Timeline(None),
         )
