@@ -42,6 +42,7 @@ NODES = {
         "model", "positive", "negative", "latent_image", "seed", "noise", "schedule", "steps", "sigmas", "sampler_name", "sampler",
         "noise_convention", "compatibility", "video_vae", "replays", "seeds", "tolerance", "on_difference",
         "measure_residency", "audio_vae",
+        "positive_b",
     },
     "LTXGraphSaveConditioning": {"conditioning", "filename_prefix"},
     "LTXGraphLoadConditioning": {"conditioning_name"},
