@@ -87,9 +87,9 @@ def video_state_from_comfyui(
     guide_frames = guide_tokens // per_frame
     if guide_frames * per_frame != guide_tokens or guide_frames >= frames:
         raise RequestError(
-            f"the conditioning holds {guide_tokens} guide tokens (keyframe_idxs), but the video latent is {frames} frames "
-            f"of {height}x{width}. Use the conditioning and the latent that left the same guide node, or LTXVCropGuides on "
-            f"both."
+            f"the conditioning holds {guide_tokens} guide tokens (keyframe_idxs), but the video latent is {frames} "
+            f"frames of {height}x{width}. Use the conditioning and the latent that left the same guide node, or "
+            f"LTXVCropGuides on both."
         )
     if guide_tokens == 0 and (guide_attention_entries or generated_keyframes):
         raise RequestError("the conditioning names guides or generated keyframes but holds no keyframe_idxs for them.")
@@ -160,8 +160,8 @@ def _guide_strength(entries: Sequence[Mapping[str, Any]], is_token: Tensor) -> T
     counts = [int(entry["pre_filter_count"]) for entry in entries]
     if sum(counts) != is_token.numel():
         raise RequestError(
-            f"guide_attention_entries count {counts} cells, keyframe_idxs {is_token.numel()}. Use the conditioning that "
-            f"left the guide node as it is."
+            f"guide_attention_entries count {counts} cells, keyframe_idxs {is_token.numel()}. Use the conditioning "
+            f"that left the guide node as it is."
         )
     weights = []
     for entry, kept in zip(entries, is_token.split(counts)):

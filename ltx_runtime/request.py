@@ -105,8 +105,8 @@ def check_request(request: SampleRequest, config: TransformerConfig) -> None:
             scale = getattr(request.guidance, name).cfg_scale
             if scale != 1:
                 raise RequestError(
-                    f"{name} guidance: cfg_scale={scale} needs a negative prompt. Connect negative (an empty prompt will "
-                    f"do), or set cfg_scale to 1."
+                    f"{name} guidance: cfg_scale={scale} needs a negative prompt. Connect negative (an empty prompt "
+                    f"will do), or set cfg_scale to 1."
                 )
 
 
@@ -132,8 +132,8 @@ def _check_state(state: TokenState, name: str, config: TransformerConfig) -> Non
         if bool(outside.any()):
             start, end = times[outside][0].tolist()
             raise RequestError(
-                f"a guide or keyframe at {start:.3f} to {end:.3f} s is outside the clip, which lasts {float(clip_end):.3f} "
-                f"s. Give it a frame of the clip."
+                f"a guide or keyframe at {start:.3f} to {end:.3f} s is outside the clip, which lasts "
+                f"{float(clip_end):.3f} s. Give it a frame of the clip."
             )
 
 
