@@ -174,6 +174,10 @@ class ComfyServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def __enter__(self) -> ComfyServer:
         return self.start()
 
