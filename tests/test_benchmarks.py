@@ -64,6 +64,14 @@ def test_decode():
     assert whole["decode_ms"]["runs"] == 1 and "| S0 64x64x17 | whole |" in table
 
 
+def test_soak():
+    table, result = run("soak", "--count", "7")
+    assert result["wrong"] == 0 and len(result["rows"]) == 7
+    assert [row["cancelled"] for row in result["rows"]] == [False] * 6 + [True]
+    assert [row["equal"] for row in result["rows"]] == [True] * 6 + [None]
+    assert table.startswith("7 renders of ")
+
+
 @pytest.fixture
 def load_benchmark(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
