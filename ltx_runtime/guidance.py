@@ -67,6 +67,10 @@ class Guidance:
         """False when every step is one pass."""
         return any(spec.passes or spec.skip_step for spec in (self.video, self.audio))
 
+    @property
+    def uses_negative(self) -> bool:
+        return any("uncond" in spec.passes for spec in (self.video, self.audio))
+
 
 def _dev(cfg_scale: float) -> GuidanceSpec:
     return GuidanceSpec(cfg_scale, stg_scale=1.0, modality_scale=3.0, rescale=0.7, stg_blocks=(28,))

@@ -22,6 +22,7 @@ NODES = (
     ("audio", "LTXGraphAudioEncode"),
     ("given", "LTXGraphImageToVideo"),
     ("given", "LTXGraphTemporalRegion"),
+    ("guidance", "LTXGraphGuidance"),
     ("warm_up", "LTXGraphWarmUp"),
     ("sample", "LTXGraphSampler"),
     ("upscale", "LTXGraphLatentUpscale"),

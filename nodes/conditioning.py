@@ -21,15 +21,18 @@ DEFAULT_FRAME_RATE = 25.0
 _WITHOUT_EFFECT = ("pooled_output",)
 # Values of other keys at which they change nothing.
 _NEUTRAL: dict[str, Any] = {"start_percent": 0.0, "end_percent": 1.0, "strength": 1.0}
-_READ = ("unprocessed_ltxav_embeds", "frame_rate")
+# Guides as native nodes emit them; comfyui_conditioning.py reads them.
+_GUIDE_KEYS = {"keyframe_idxs": torch.Tensor, "guide_attention_entries": (list, tuple), "generated_keyframes": dict}
+_READ = ("unprocessed_ltxav_embeds", "frame_rate", *_GUIDE_KEYS)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A CONDITIONING in plain values. notes: what the report should say about it."""
+    """A CONDITIONING in plain values. guides: its keys about guides, as they came. notes: what the report should say."""
 
     text: TextFeatures
     frame_rate: float
+    guides: dict[str, Any]
     notes: tuple[str, ...]
 
 
@@ -63,7 +66,23 @@ def read_conditioning(conditioning: Any, name: str, config: TransformerConfig) -
     frame_rate = float(frame_rate)
     if not math.isfinite(frame_rate) or frame_rate <= 0:
         raise RequestError(f"{name}: frame_rate={frame_rate} must be a positive number of frames a second.")
-    return Prompt(TextFeatures(features.float(), processed=not unprocessed), frame_rate, notes)
+    guides = {key: settings[key] for key in _GUIDE_KEYS if settings.get(key) is not None}
+    for key, value in guides.items():
+        if not isinstance(value, _GUIDE_KEYS[key]):
+            raise RequestError(f"{name}: {key} is a {type(value).__name__}; LTXVAddGuide writes something else there.")
+    return Prompt(TextFeatures(features.float(), processed=not unprocessed), frame_rate, guides, notes)
+
+
+def check_same_guides(positive: Prompt, negative: Prompt) -> None:
+    """Raise RequestError unless both prompts belong to one clip: the same frame rate and the same guides."""
+    if negative.frame_rate != positive.frame_rate:
+        raise RequestError(
+            f"negative: frame_rate={negative.frame_rate:g}, positive has {positive.frame_rate:g}. Set it on both "
+            f"(LTXVConditioning)."
+        )
+    ours, theirs = (prompt.guides.get("keyframe_idxs") for prompt in (positive, negative))
+    if (ours is None) != (theirs is None) or (ours is not None and not torch.equal(ours, theirs)):
+        raise RequestError("negative: its guides are not those of positive. Take both from the same guide node.")
 
 
 def _refuse_unknown(settings: dict[str, Any], name: str) -> None:

@@ -8,13 +8,12 @@ import torch
 from comfy_api.latest import io
 from torch import Tensor
 
-from ..ltx_runtime.comfyui_conditioning import resize_mask
 from ..ltx_runtime.conditioning import TokenState, audio_state, temporal_region, text_to_video_state
 from ..ltx_runtime.errors import RequestError
 from ..ltx_runtime.shapes import SPACE_FACTOR, TIME_FACTOR
 from . import host, live
 from .encode import encode_images
-from .latents import LatentParts, read_latent
+from .latents import LatentParts, noise_masks, read_latent
 from .load import VideoVAE, VideoVAEDevice
 from .sample import Report
 
@@ -153,26 +152,6 @@ def _region_mask(state: TokenState, start: float, end: float) -> Tensor:
     of_tokens = temporal_region(state, start, end).denoise_mask
     of_frames = of_tokens[:, :: shape.tokens // shape.frames, 0]  # the tokens of a frame have one interval
     return of_frames.reshape(shape.batch, 1, shape.frames, *[1] * (len(shape.as_tuple()) - 3))
-
-
-def noise_masks(parts: LatentParts) -> dict[str, Tensor]:
-    """The noise mask of each part that is there, by name, as new float32 tensors: 1 = generate.
-
-    (B, 1, F, 1 or H, 1 or W) of video, (B, 1, T, 1 or mel) of sound. A part without one is generated in full.
-    """
-    mask = parts.source.get("noise_mask")
-    given = mask.unbind() if getattr(mask, "is_nested", False) else (mask,)
-    masks = {}
-    for name, tensor, shape in (("video", parts.video, parts.video_shape), ("audio", parts.audio, parts.audio_shape)):
-        if tensor is None:
-            continue
-        # A plain mask of video with audio belongs to the video, as native nodes read it.
-        own = given[-1] if len(given) == 2 and name == "audio" else given[0]
-        if own is None or (name == "audio" and len(given) == 1 and parts.video is not None):
-            masks[name] = tensor.new_ones(tensor.shape[0], 1, tensor.shape[2], *[1] * (tensor.ndim - 3))
-        else:
-            masks[name] = resize_mask(own, shape).to(tensor.device)
-    return masks
 
 
 def with_masks(parts: LatentParts, video: Tensor | None, masks: dict[str, Tensor]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from comfy_api.latest import io
 
+from ..ltx_runtime.comfyui_conditioning import resize_mask
 from ..ltx_runtime.errors import RequestError, ShapeError
 from ..ltx_runtime.shapes import (
     AUDIO_CHANNELS,
@@ -156,3 +157,23 @@ def _check_audio(audio: torch.Tensor, name: str) -> torch.Tensor:
             f"Use LTX Graph Empty Latent with audio or LTXVEmptyLatentAudio."
         )
     return audio
+
+
+def noise_masks(parts: LatentParts) -> dict[str, torch.Tensor]:
+    """The noise mask of each part that is there, by name, as new float32 tensors: 1 = generate.
+
+    (B, 1, F, 1 or H, 1 or W) of video, (B, 1, T, 1 or mel) of sound. A part without one is generated in full.
+    """
+    mask = parts.source.get("noise_mask")
+    given = mask.unbind() if getattr(mask, "is_nested", False) else (mask,)
+    masks = {}
+    for name, tensor, shape in (("video", parts.video, parts.video_shape), ("audio", parts.audio, parts.audio_shape)):
+        if tensor is None:
+            continue
+        # A plain mask of video with audio belongs to the video, as native nodes read it.
+        own = given[-1] if len(given) == 2 and name == "audio" else given[0]
+        if own is None or (name == "audio" and len(given) == 1 and parts.video is not None):
+            masks[name] = tensor.new_ones(tensor.shape[0], 1, tensor.shape[2], *[1] * (tensor.ndim - 3))
+        else:
+            masks[name] = resize_mask(own, shape).to(tensor.device)
+    return masks

@@ -1,20 +1,24 @@
 """LTX Graph Sampler: sockets to a request, a request's result to sockets."""
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from comfy_api.latest import io
 
-from ..ltx_runtime.conditioning import audio_state, text_to_video_state
+from ..ltx_runtime.comfyui_conditioning import audio_state_from_comfyui, video_state_from_comfyui
 from ..ltx_runtime.errors import CaptureError, RequestError
 from ..ltx_runtime.memory import activation_item_bytes, sampling_bytes
 from ..ltx_runtime.noise import NOISE_CONVENTIONS
-from ..ltx_runtime.sampler import SampleRequest, sample
+from ..ltx_runtime.request import check_request
+from ..ltx_runtime.sampler import SampleRequest, SampleResult, sample
 from ..ltx_runtime.schedules import SAMPLERS, SCHEDULES, check_sigmas, resolve_sampler, resolve_schedule
 from . import host, live
-from .conditioning import read_conditioning
-from .latents import LatentParts, read_latent
+from .conditioning import check_same_guides, read_conditioning
+from .guidance import GuidanceSocket
+from .latents import LatentParts, noise_masks, read_latent
 from .load import Model
 
 Report = io.Custom("LTXGRAPH_REPORT")
@@ -72,10 +76,11 @@ def arithmetic_inputs() -> list[io.Input]:
 
 def optional_sampling_inputs() -> list[io.Input]:
     return [
-        io.Conditioning.Input("negative", optional=True, tooltip="Not used without guidance; the report says so."),
+        io.Conditioning.Input("negative", optional=True, tooltip="Read by CFG, see guidance; else the report says so."),
         io.Noise.Input("noise", optional=True, tooltip="Wins over seed."),
         io.Sigmas.Input("sigmas", optional=True, tooltip="Wins over schedule and steps."),
         io.Sampler.Input("sampler", optional=True, tooltip="Euler or ancestral Euler with its eta and s_noise. Wins over sampler_name."),
+        GuidanceSocket.Input("guidance", optional=True, tooltip="From LTX Graph Guidance. None: one pass a step."),
     ]
 
 
@@ -128,10 +133,18 @@ class LTXGraphSampler(io.ComfyNode):
                 on_preview=host.step_preview(timeline, model.model.device),
             )
             with timeline.phase("transfer.to_host"):
-                parts = [None if part is None else host.to_intermediate(part) for part in (result.video, result.audio)]
+                parts = [None if part is None else host.to_intermediate(part) for part in sampled_parts(result)]
         latent = job.latent.replaced(*parts)
-        report = host.extend(report, timeline, settings=job.settings, notes=job.notes, graph=result.graph)
+        notes = (*job.notes, *result.notes)
+        report = host.extend(report, timeline, settings=job.settings, notes=notes, graph=result.graph)
         return io.NodeOutput(latent, report, ui=live.shown({"": report}))
+
+
+def sampled_parts(result: SampleResult) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Video and sound as the LATENT has them: guides stay behind the video, for LTXVCropGuides to cut off."""
+    if result.appended is None:
+        return result.video, result.audio
+    return torch.cat((result.video, result.appended), dim=2), result.audio
 
 
 def cuda_graphs_refused() -> str:
@@ -178,6 +191,7 @@ def read_job(
     noise_convention: str,
     compatibility: str,
     negative=None,
+    guidance=None,
     noise=None,
     sigmas=None,
     sampler=None,
@@ -185,15 +199,14 @@ def read_job(
     """Translate sockets. Raises RequestError or ShapeError, naming the input, before any weight is read."""
     config = model.model.config
     latent = read_latent(latent_image, "latent_image")
-    if latent.source.get("noise_mask") is not None:
-        raise RequestError(
-            "latent_image: this latent carries a noise_mask, which LTX Graph Sampler does not honour yet and will not ignore. "
-            "Remove the node that sets it (an image or a guide), or use the native sampler."
-        )
     prompt = read_conditioning(positive, "positive", config)
     notes = [*model.notes, *prompt.notes]
-    if negative is not None:
-        notes.append("negative is not used: without guidance there is one pass a step, the positive one")
+    other = None
+    if negative is not None and guidance is not None and guidance.uses_negative:
+        other = read_conditioning(negative, "negative", config)
+        check_same_guides(prompt, other)
+    elif negative is not None:
+        notes.append("negative is not used: without CFG no pass reads it")
 
     if sigmas is None:
         sigmas, words = resolve_schedule(schedule, steps, model.name)
@@ -216,10 +229,22 @@ def read_job(
     elif noise_convention == "comfyui" and latent.source.get("batch_index") is not None:
         start_noise = _read_noise(host.indexed_noise(latent.source["samples"], seed, latent.source["batch_index"]), latent)
 
+    masks = noise_masks(latent) if latent.source.get("noise_mask") is not None else {}
+    video = audio = None
+    if latent.video is not None:
+        video = video_state_from_comfyui(
+            latent.video.float(), prompt.frame_rate, noise_mask=masks.get("video"), **prompt.guides
+        )
+    elif prompt.guides:
+        raise RequestError("positive: it names guides of a video, and latent_image holds sound only.")
+    if latent.audio is not None:
+        audio = audio_state_from_comfyui(latent.audio.float(), masks.get("audio"))
     request = SampleRequest(
-        video=None if latent.video is None else text_to_video_state(latent.video_shape, prompt.frame_rate, latent.video),
-        audio=None if latent.audio is None else audio_state(latent.audio_shape, latent.audio),
+        video=video,
+        audio=audio,
         text=prompt.text,
+        negative=None if other is None else other.text,
+        guidance=guidance,
         sigmas=sigmas,
         seed=seed,
         sampler=sampler_name,
@@ -228,6 +253,7 @@ def read_job(
         compatibility=compatibility,
         **options,
     )
+    check_request(request, config)
     settings = {
         "model": model.name,
         "loras": [{"file": spec.name, "strength": spec.strength} for spec in model.loras],
@@ -240,6 +266,7 @@ def read_job(
         "audio_latent": None if latent.audio is None else list(latent.audio.shape),
         "noise": "connected" if noise is not None else noise_convention,
         "compatibility": compatibility,
+        "guidance": None if guidance is None else dataclasses.asdict(guidance),
     }
     return SamplingJob(model, latent, request, settings, tuple(notes))
 

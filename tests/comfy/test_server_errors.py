@@ -162,15 +162,7 @@ def test_latents_that_are_none_of_ltx(client, kind, words):
     assert all(word in text for word in words), text
 
 
-def test_noise_mask_is_refused_not_ignored(client):
-    prompt = sampled(latent_image=["masked", 0])
-    prompt["latent"]["inputs"]["with_audio"] = False
-    prompt["mask"] = node("SolidMask", value=0.5, width=64, height=64)
-    prompt["masked"] = node("SetLatentNoiseMask", samples=["latent", 0], mask=["mask", 0])
-    assert "noise_mask" in failure(client, prompt)
-
-
-@pytest.mark.parametrize("key", ["keyframe_idxs", "guide_attention_entries", "ref_audio", "control", "a_future_key"])
+@pytest.mark.parametrize("key", ["ref_audio", "control", "a_future_key"])
 def test_conditioning_keys_are_refused_not_ignored(client, key):
     prompt = sampled(positive=["keyed", 0])
     prompt["keyed"] = node("LTXTestConditioningKey", conditioning=["positive", 0], key=key, value=1.0)

@@ -26,12 +26,16 @@ NODES = {
         "model", "positive", "duration_head", "frame_rate", "min_seconds", "max_seconds", "report",
     },
     "LTXGraphEmptyLatent": {"width", "height", "length", "batch_size", "frame_rate", "with_audio"},
+    "LTXGraphGuidance": {
+        "preset", "stg_blocks", "passes",
+        *(f"{stream}_{name}" for stream in ("video", "audio") for name in ("cfg", "stg", "modality", "rescale", "skip_step")),
+    },
     "LTXGraphSampler": {
-        "model", "positive", "negative", "latent_image", "seed", "noise", "schedule", "steps", "sigmas", "sampler_name", "sampler",
+        "model", "positive", "negative", "guidance", "latent_image", "seed", "noise", "schedule", "steps", "sigmas", "sampler_name", "sampler",
         "cuda_graph", "on_capture_failure", "noise_convention", "compatibility", "report",
     },
     "LTXGraphWarmUp": {
-        "model", "positive", "negative", "latent_image", "schedule", "steps", "sigmas", "sampler_name", "sampler",
+        "model", "positive", "negative", "guidance", "latent_image", "schedule", "steps", "sigmas", "sampler_name", "sampler",
         "on_capture_failure", "noise_convention", "compatibility", "report",
     },
     "LTXGraphVideoDecode": {"video_vae", "samples", "temporal_size", "report"},
@@ -39,7 +43,7 @@ NODES = {
         "frames_a", "frames_b", "audio_a", "audio_b", "report_a", "report_b", "tolerance", "on_difference",
     },
     "LTXGraphParityRun": {
-        "model", "positive", "negative", "latent_image", "seed", "noise", "schedule", "steps", "sigmas", "sampler_name", "sampler",
+        "model", "positive", "negative", "guidance", "latent_image", "seed", "noise", "schedule", "steps", "sigmas", "sampler_name", "sampler",
         "noise_convention", "compatibility", "video_vae", "replays", "seeds", "tolerance", "on_difference",
         "measure_residency", "audio_vae",
         "positive_b",
@@ -76,6 +80,7 @@ def test_sockets_are_comfyuis_own(listed):
     assert outputs["LTXGraphLatentUpscale"] == outputs["LTXGraphVideoEncode"] == ["LATENT", "LTXGRAPH_REPORT"]
     assert outputs["LTXGraphDuration"] == ["FLOAT", "INT", "LTXGRAPH_REPORT"]
     assert outputs["LTXGraphEmptyLatent"] == ["LATENT"]
+    assert outputs["LTXGraphGuidance"] == ["LTXGRAPH_GUIDANCE"]
     assert outputs["LTXGraphLoadConditioning"] == ["CONDITIONING"]
     assert outputs["LTXGraphTimingParity"] == outputs["LTXGraphParityRun"] == ["STRING", "BOOLEAN", "IMAGE", "IMAGE"]
 

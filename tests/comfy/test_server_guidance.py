@@ -1,0 +1,83 @@
+"""Guidance, noise masks and guides through a real ComfyUI: honoured, reported, refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import prompts
+import pytest
+from prompts import node
+
+GUIDANCE = {
+    "preset": "custom",
+    "passes": "auto",
+    "stg_blocks": "0",
+    **{f"{stream}_{name}": 1.0 for stream in ("video", "audio") for name in ("cfg", "modality")},
+    **{f"{stream}_{name}": 0.0 for stream in ("video", "audio") for name in ("stg", "rescale")},
+    "video_skip_step": 0,
+    "audio_skip_step": 0,
+}
+
+
+def guided(**changes) -> dict:
+    """Two steps of the dev schedule with guidance; the positive prompt stands for the negative one."""
+    prompt = prompts.render()
+    prompt["guidance"] = node("LTXGraphGuidance", **GUIDANCE | changes)
+    prompt["sampler"]["inputs"] |= {"guidance": ["guidance", 0], "schedule": "dev", "steps": 2, "sampler_name": "euler"}
+    return prompt
+
+
+def masked(value: float, **sampler) -> dict:
+    prompt = prompts.render()
+    prompt["latent"]["inputs"]["with_audio"] = False
+    prompt["mask"] = node("SolidMask", value=value, width=64, height=64)
+    prompt["masked"] = node("SetLatentNoiseMask", samples=["latent", 0], mask=["mask", 0])
+    prompt["sampler"]["inputs"] |= {"latent_image": ["masked", 0], **sampler}
+    return prompt
+
+
+def last_notes(base) -> str:
+    newest = max((base / "output" / "ltxgraph").glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+    events = [json.loads(line) for line in newest.read_text(encoding="utf-8").splitlines()]
+    return "\n".join(str(event) for event in events if event["event"] == "note")
+
+
+def failure(client, prompt) -> str:
+    run = client.run(prompt)
+    assert run.outcome == "execution_error", "it must fail"
+    return run.error
+
+
+def test_guidance_changes_the_frames_and_is_reported(client, base, frames_of):
+    plain = frames_of(client.run(guided()))
+    stg = frames_of(client.run(guided(video_stg=2.0, video_rescale=0.5)))
+    assert stg.shape == plain.shape and not np.array_equal(stg, plain)
+    notes = last_notes(base)
+    assert "2 passes a step" in notes and "distilled model is made to run without" in notes
+
+
+@pytest.mark.parametrize("preset", ["distilled", "dev", "dev HQ"])
+def test_presets_run_on_any_model(client, base, frames_of, preset):
+    """The tiny transformer lacks block 28: the report says that STG is off."""
+    prompt = guided(preset=preset)
+    prompt["sampler"]["inputs"] |= {"negative": ["positive", 0], "sampler_name": "res_2s" if "HQ" in preset else "euler"}
+    assert frames_of(client.run(prompt)).std() > 0
+    assert ("STG is off" in last_notes(base)) == (preset == "dev")
+
+
+def test_cfg_without_a_negative_prompt_is_refused(client):
+    assert "cfg_scale=3.0 needs a negative prompt" in failure(client, guided(video_cfg=3.0))
+
+
+def test_a_mask_is_honoured(client, frames_of):
+    free, half = frames_of(client.run(masked(1.0))), frames_of(client.run(masked(0.5)))
+    assert half.shape == free.shape and not np.array_equal(half, free)
+    assert "nothing is to be generated" in failure(client, masked(0.0))
+
+
+def test_guides_of_another_latent_are_refused(client):
+    prompt = prompts.render()
+    prompt["keyed"] = node("LTXTestConditioningKey", conditioning=["positive", 0], key="keyframe_idxs", value=1.0)
+    prompt["sampler"]["inputs"]["positive"] = ["keyed", 0]
+    assert "positive: keyframe_idxs is a float" in failure(client, prompt)
