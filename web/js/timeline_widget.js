@@ -14,6 +14,7 @@ const MOST_STORED = 300;
 
 const timelines = new Map();
 const graphOfPrompt = new Map();
+let graphReady = false;
 
 const rootGraph = () => app.rootGraph ?? app.graph;
 
@@ -58,6 +59,15 @@ function store(key, entry) {
   } catch (error) {
     console.warn("LTXGraph: timelines won't be shown again after a page reload:", error.message);
   }
+}
+
+/** A node's `ui` entry: a JSON text for each time that it ran in the prompt. */
+function readOutputs(outputs) {
+  const views = outputs.map((text) => JSON.parse(text));
+  return {
+    renders: views.flatMap((view) => view.renders),
+    verdict: views.findLast((view) => view.verdict)?.verdict ?? null,
+  };
 }
 
 /** A render of which only the id is known. most: how many of its events are this node's to show; null = all. */
@@ -142,8 +152,10 @@ class NodeTimeline {
 
   /** What this node showed before the page was loaded. */
   async restore() {
-    const entry = stored()[this.key];
+    let entry = stored()[this.key];
     if (!entry || this.renders.length) return;
+    if (entry.renders.some((r) => r.events === null)) entry = await this.missed(entry);
+    if (this.renders.length) return; // its next message was faster
     this.renders = entry.renders.map((r) => ({ ...blank(r.render), name: r.name, most: r.events ?? null, residency: r.residency ?? null }));
     this.verdict = entry.verdict ?? null;
     this.prompt = entry.prompt; // it may still be running
@@ -158,6 +170,17 @@ class NodeTimeline {
     const time = this.renders.at(-1)?.time;
     this.restored = time ? `rendered ${new Date(time).toLocaleString()}` : null;
     this.show();
+  }
+
+  /** The page was loaded while the node ran: when it has ended since, its output stands in the history. */
+  async missed(entry) {
+    const answer = await api.fetchApi(`/history/${entry.prompt}`).catch(() => null);
+    const history = answer?.ok ? await answer.json() : {};
+    const outputs = history[entry.prompt]?.outputs?.[executionId(this.node)]?.[OUTPUT];
+    if (!outputs) return entry;
+    const ended = { prompt: entry.prompt, ...readOutputs(outputs) };
+    store(this.key, ended);
+    return ended;
   }
 
   /** The server is gone: nothing is known to run any more. */
@@ -189,12 +212,12 @@ class NodeTimeline {
 
 /** The timeline of a node of the open workflow; undefined for a node without one, null when another workflow is open. */
 function timelineOf(graph, id) {
-  return graph === rootGraph().id ? timelines.get(nodeOf(id)) : null;
+  return graphReady && graph === rootGraph().id ? timelines.get(nodeOf(id)) : null;
 }
 
 function onPhase({ detail }) {
   const { prompt_id: prompt, node, render, name, first, events, done } = detail;
-  const graph = detail.graph ?? rootGraph().id;
+  const graph = detail.graph ?? (graphReady ? rootGraph().id : null);
   graphOfPrompt.set(prompt, graph);
   const timeline = timelineOf(graph, node);
   if (timeline === undefined) return;
@@ -214,25 +237,24 @@ function onPhase({ detail }) {
 function onExecuted({ detail }) {
   const outputs = detail.output?.[OUTPUT];
   if (!outputs) return;
-  const graph = graphOfPrompt.get(detail.prompt_id) ?? rootGraph().id;
+  const graph = graphOfPrompt.get(detail.prompt_id) ?? (graphReady ? rootGraph().id : null);
   const node = detail.display_node ?? detail.node;
   const timeline = timelineOf(graph, node);
   if (timeline === undefined) return;
-  const views = outputs.map((text) => JSON.parse(text));
-  const shown = {
-    renders: views.flatMap((view) => view.renders),
-    verdict: views.findLast((view) => view.verdict)?.verdict ?? null,
-  };
+  const shown = readOutputs(outputs);
   store(`${graph}:${node}`, { prompt: detail.prompt_id, ...shown });
   timeline?.executed(shown);
 }
 
+// At once, not in setup: a page that is loaded in mid-render hears messages before it has a graph.
+api.addEventListener(MESSAGE, onPhase);
+api.addEventListener("executed", onExecuted);
+api.addEventListener("reconnecting", () => timelines.forEach((timeline) => timeline.lost()));
+
 app.registerExtension({
   name: "LTXGraph.Timeline",
   setup() {
-    api.addEventListener(MESSAGE, onPhase);
-    api.addEventListener("executed", onExecuted);
-    api.addEventListener("reconnecting", () => timelines.forEach((timeline) => timeline.lost()));
+    graphReady = true;
   },
   nodeCreated(node) {
     if (!NODES.has(node.comfyClass)) return;
