@@ -63,6 +63,21 @@ class LTXTestConditioningKey:
         return ([[features, {**settings, key: value}] for features, settings in conditioning],)
 
 
+class LTXTestConditioningJunk:
+    """A CONDITIONING with one more key that holds 50,000 entries and an object that can't be compared."""
+
+    RETURN_TYPES = ("CONDITIONING",)
+    FUNCTION = "run"
+    CATEGORY = "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"conditioning": ("CONDITIONING",), "key": ("STRING",)}}
+
+    def run(self, conditioning, key):
+        return ([[features, {**settings, key: [None] * 50_000 + [object()]}] for features, settings in conditioning],)
+
+
 class LTXTestVideoNoise:
     """A NOISE that knows nothing of nested latents."""
 
@@ -107,5 +122,5 @@ class LTXTestDescribe:
 
 NODE_CLASS_MAPPINGS = {
     cls.__name__: cls
-    for cls in (LTXTestRaise, LTXTestLatent, LTXTestConditioningKey, LTXTestVideoNoise, LTXTestDescribe)
+    for cls in (LTXTestRaise, LTXTestLatent, LTXTestConditioningKey, LTXTestConditioningJunk, LTXTestVideoNoise, LTXTestDescribe)
 }
