@@ -7,6 +7,7 @@ Run under both allocators:
 """
 
 import contextlib
+import dataclasses
 import gc
 import itertools
 import statistics
@@ -16,6 +17,7 @@ import torch
 from rendering import tiny_request, tiny_transformer, tiny_video_vae
 
 from ltx_runtime import cuda_graph, step_runner, steps
+from ltx_runtime.conditioning import replace_frame
 from ltx_runtime.gpu_activity import measure_gpu_busy
 from ltx_runtime.parity import digest
 from ltx_runtime.parity_run import run_parity
@@ -102,6 +104,19 @@ def test_a2_every_frame_count_has_its_own_recording_at_its_own_length(model):
     for num_frames in (9, 17, 25, 9, 17, 25):
         assert same(render(model, "on", num_frames=num_frames), render(model, num_frames=num_frames))
     assert counters(model) == (3, 3)
+
+
+@pytest.mark.parametrize("convention", ["reference", "comfyui"])
+def test_a3_an_image_makes_another_recording_and_text_alone_still_hits(model, convention):
+    text = tiny_request(noise_convention=convention)
+    picture = torch.randn(1, 128, 1, 3, 4, generator=torch.Generator().manual_seed(5))
+    image = dataclasses.replace(text, video=replace_frame(text.video, 0, picture, 0.7))
+    for request in (text, image, text, image):
+        graphed = sample(model, request, cuda_graph="on")
+        assert graphed.graph["mode"] == "graph", graphed.graph["decision"]
+        assert same(graphed, sample(model, request, cuda_graph="off"))
+    assert counters(model) == (2, 2)
+    assert any("mask" in field or "timestep_index" in field for field in model.graphs.counters.last_miss)
 
 
 @pytest.mark.parametrize("sampler", ["euler_ancestral", "res_2s"])
