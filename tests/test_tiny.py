@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from ltx_runtime.checkpoint import read_header
 from ltx_runtime.conditioning import audio_state, text_to_video_state
 from ltx_runtime.conditioning_file import load_conditioning
-from ltx_runtime.config import ConvVAEConfig, TransformerConfig
+from ltx_runtime.config import ConvVAEConfig, DurationHeadConfig, TransformerConfig, UpsamplerConfig
 from ltx_runtime.residency import build_on_meta
 from ltx_runtime.runtime import load_transformer
 from ltx_runtime.sampler import SampleRequest, TextFeatures, sample
@@ -24,7 +24,9 @@ from ltx_runtime.schedules import distilled_sigmas
 from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape, audio_latent_frames
 from ltx_runtime.tiny import (
     fill_random,
+    tiny_duration_head_config,
     tiny_transformer_config,
+    tiny_upsampler_config,
     tiny_video_vae_config,
     write_tiny_checkpoints,
     write_tiny_monolith,
@@ -77,6 +79,31 @@ def test_vae_has_every_name_of_the_published_file(paths):
         key: value for key, value in published.items() if key not in widths
     }
     assert ConvVAEConfig.from_header(header) == tiny_video_vae_config()
+
+
+def test_upscalers_have_every_name_and_key_of_the_published_files(paths):
+    for part, name in (
+        ("spatial_upscaler", "latent_upsampler_spatial_x2"),
+        ("temporal_upscaler", "latent_upsampler_temporal_x2"),
+    ):
+        header = read_header(paths[part])
+        manifest = published_manifest(name)
+        assert structure(header.tensors) == structure(manifest)
+        assert all(len(spec.shape) == len(manifest[tensor][1]) for tensor, spec in header.tensors.items())
+        assert {spec.dtype for spec in header.tensors.values()} == {"BF16"}
+        published = json.loads((TESTS / "configs" / f"{name}.json").read_text())
+        sizes = ("mid_channels", "num_blocks_per_stage")
+        assert {k: v for k, v in header.config.items() if k not in sizes} == {
+            k: v for k, v in published.items() if k not in sizes
+        }
+        assert UpsamplerConfig.from_header(header) == tiny_upsampler_config(spatial=part == "spatial_upscaler")
+
+
+def test_duration_head_has_every_name_of_the_published_file(paths):
+    header = read_header(paths["duration_head"])
+    assert header.tensors.keys() == published_manifest("duration_head").keys()
+    assert {spec.dtype for spec in header.tensors.values()} == {"BF16"}
+    assert DurationHeadConfig.from_header(header) == tiny_duration_head_config()
 
 
 def test_conditioning_is_what_the_native_encoder_gives(paths):
