@@ -356,18 +356,23 @@ def _settings_lines(settings: Mapping[str, Any]) -> list[str]:
     """`name value` pairs, filled into lines of at most 110 characters."""
     lines: list[str] = []
     for name, value in settings.items():
-        if isinstance(value, (list, tuple)):
-            value = (
-                "x".join(map(str, value))
-                if all(isinstance(v, int) for v in value)
-                else " ".join(f"{v:.6g}" for v in value)
-            )
-        item = f"{name} {'-' if value is None else value}"
+        item = f"{name} {_plain(value)}"
         if lines and len(lines[-1]) + len(item) < 108:
             lines[-1] += f", {item}"
         else:
             lines.append(item)
     return lines
+
+
+def _plain(value: Any) -> str:
+    """A setting in words: a shape as 1x128x2, numbers to six digits, a mapping in brackets."""
+    if value is None or value == [] or value == ():
+        return "-"
+    if isinstance(value, Mapping):
+        return f"({', '.join(f'{name} {_plain(part)}' for name, part in value.items())})"
+    if isinstance(value, (list, tuple)):
+        return ("x" if all(isinstance(part, int) for part in value) else " ").join(map(_plain, value))
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 _STEP_KINDS = {

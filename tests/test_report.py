@@ -187,6 +187,24 @@ def test_the_text_says_what_a_person_asks_for():
     assert text.isascii() and max(map(len, text.splitlines())) < 160
 
 
+def test_settings_of_every_kind_are_readable():
+    render = rendered()
+    render.settings |= {
+        "loras": [{"file": "a.safetensors", "strength": 0.8}, {"file": "b.safetensors", "strength": -1.0}],
+        "guidance": {"batching": "auto", "video": {"cfg": 3.0, "stg_blocks": (28,)}, "audio": None},
+        "no_loras": [],
+    }
+    text = text_report(verdict(), {"eager": render})
+    for words in (
+        "loras (file a.safetensors, strength 0.8) (file b.safetensors, strength -1)",
+        "guidance (batching auto, video (cfg 3, stg_blocks 28), audio -)",
+        "no_loras -",
+        "sigmas 1 0.99375 0",
+        "video_latent 1x128x2x4x4",
+    ):
+        assert words in text, words
+
+
 def test_the_graph_section_has_every_number():
     text = as_text(json_report(verdict(), {"graphed": rendered(CAPTURED)}, H200))
     for words in (
