@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import CheckpointError
+from .shapes import SPACE_FACTOR, TIME_FACTOR
 
 if TYPE_CHECKING:
     from .checkpoint import CheckpointHeader
@@ -105,6 +106,36 @@ _DIFFUSION_ENCODER_FIXED: Mapping[str, Any] = {
     "spatial_padding_mode": "zeros",
 }
 _DIFFUSION_ENCODER_REQUIRED = ("blocks", "out_channels", "patch_size", "spatial_padding_mode")
+_DIFFUSION_FIXED: Mapping[str, Any] = {"_class_name": "CausalDiffusionVAE", "dims": 3}
+_DIFFUSION_DECODER_FIXED: Mapping[str, Any] = {
+    "_class_name": "NADiffusionDecoder",
+    "out_channels": 3,
+    "spatial_padding_mode": "zeros",
+    "resampler_kind": "linear",
+}
+# Code defaults of some implementations differ from the published values (video_vae.md section 6).
+_DIFFUSION_DECODER_REQUIRED = (
+    "in_channels",
+    "patch_size",
+    "head_dim",
+    "stage_channels",
+    "stage_depths",
+    "stage_kernels",
+    "stage5_kernel",
+    "upsamples",
+    "timestep_scale_multiplier",
+    "default_num_inference_steps",
+)
+# Beyond the shapes, for a file without metadata: the values of the published file.
+_PUBLISHED_DIFFUSION_DECODER: Mapping[str, Any] = {
+    "patch_size": 4,
+    "stage_kernels": ((3, 7, 7), (3, 7, 7), (3, 5, 5), (3, 5, 5), (11, 11, 11)),
+    "stage5_kernel": (11, 11, 11),
+    "upsamples": (((1, 2, 2), 2), ((2, 1, 1), 2), ((2, 2, 2), 1), ((2, 2, 2), 2)),
+    "timestep_scale_multiplier": 1000.0,
+    "default_num_inference_steps": 1,
+}
+_DIFFUSION_STAGES = 5
 _UPSAMPLER_FIXED: Mapping[str, Any] = {"_class_name": "LatentUpsampler", "dims": 3}
 _PUBLISHED_ENCODER_BLOCKS = (
     ("res_x", {"num_layers": 4}),
@@ -368,6 +399,84 @@ class VideoEncoderConfig:
 
 
 @dataclass(frozen=True)
+class DiffusionVAEConfig:
+    """The diffusion decoder of the video VAE (video_vae.md section 6).
+
+    stage_*: one entry for each of the five stages; kernels are windows along (T, H, W). upsamples: (stride, divisor of
+    the channels) behind each of the first four. prediction: what the network predicts, "x0" or "v". time_width: of the
+    embedded timestep. gated: the file holds gates of the diffusion blocks (other exports; the published one does not).
+    """
+
+    latent_channels: int
+    patch_size: int
+    head_dim: int
+    stage_channels: tuple[int, ...]
+    stage_depths: tuple[int, ...]
+    stage_kernels: tuple[tuple[int, int, int], ...]
+    upsamples: tuple[tuple[tuple[int, int, int], int], ...]
+    timestep_scale: float
+    num_steps: int
+    prediction: str
+    time_width: int
+    gated: bool
+    model_version: str | None
+
+    @classmethod
+    def from_header(cls, header: CheckpointHeader) -> DiffusionVAEConfig:
+        """Read the decoder's config from the file of a diffusion video VAE.
+
+        Raises CheckpointError as TransformerConfig.from_header does, and for stages that don't lead from latents to
+        frames. A file without any config gets sizes from its tensors and the published constants.
+        """
+        return cls.from_shapes(
+            header.config,
+            header.shapes("video_vae_diffusion"),
+            model_version=header.metadata.get("model_version"),
+            source=header.path.name,
+        )
+
+    @classmethod
+    def from_shapes(
+        cls, config: Mapping[str, Any], shapes: Shapes, *, model_version: str | None = None, source: str = "config"
+    ) -> DiffusionVAEConfig:
+        """The same from plain values, see TransformerConfig.from_shapes; the config's section is "vae"."""
+        vae = _section(config, "vae", "decoder")
+        if vae is None:
+            vae = {"decoder": _diffusion_sizes(shapes, source), "model_output_type": "x0"}
+        _require_keys(vae, ("decoder", "model_output_type"), source, "vae")
+        _refuse_other_values(vae, _DIFFUSION_FIXED, source, "vae")
+        settings, prediction = vae["decoder"], vae["model_output_type"]
+        if prediction not in ("x0", "v"):
+            raise CheckpointError(f"{source}: config model_output_type is {prediction!r}, implemented are x0 and v.")
+        _require_keys(settings, _DIFFUSION_DECODER_REQUIRED, source, "vae.decoder")
+        _refuse_other_values(settings, _DIFFUSION_DECODER_FIXED, source, "vae.decoder")
+        _require_sizes(settings, ("in_channels", "patch_size", "head_dim", "default_num_inference_steps"), source)
+        for key in ("stage_channels", "stage_depths", "stage_kernels", "upsamples"):
+            if not isinstance(settings[key], (list, tuple)):
+                raise CheckpointError(f"{source}: config {key} is {settings[key]!r}, expected a list.")
+        upsamples = [_upsample(entry, source) for entry in settings["upsamples"]]
+        # The list's own fifth entry is not used.
+        kernels = (*settings["stage_kernels"][: _DIFFUSION_STAGES - 1], settings["stage5_kernel"])
+        described = cls(
+            latent_channels=settings["in_channels"],
+            patch_size=settings["patch_size"],
+            head_dim=settings["head_dim"],
+            stage_channels=_positive(settings["stage_channels"], "stage_channels", source),
+            stage_depths=_positive(settings["stage_depths"], "stage_depths", source),
+            stage_kernels=tuple(_positive(kernel, "stage_kernels", source, count=3) for kernel in kernels),
+            upsamples=tuple(upsamples),
+            timestep_scale=float(settings["timestep_scale_multiplier"]),
+            num_steps=settings["default_num_inference_steps"],
+            prediction=prediction,
+            time_width=_size(shapes, "decoder.t_embedder.mlp.2.weight", 0, source),
+            gated="decoder.diff_blocks.0.gate_msa" in shapes,
+            model_version=model_version,
+        )
+        _check_diffusion_stages(described, source)
+        return described
+
+
+@dataclass(frozen=True)
 class UpsamplerConfig:
     """A latent upsampler (upsampler_and_duration.md section 1). spatial: doubles height and width, else the frames."""
 
@@ -436,9 +545,10 @@ class DurationHeadConfig:
 
 
 def published_dtype(tensor_name: str) -> torch.dtype:
-    """The dtype in which published files hold a tensor: float32 modulation tables, bfloat16 for all else
-    (transformer.md section 1). A file may differ; the loader honours the file."""
-    return torch.float32 if "scale_shift_table" in tensor_name else torch.bfloat16
+    """The dtype in which published files hold a tensor: float32 modulation tables of the transformer, bfloat16 for all
+    else (transformer.md section 1). A file may differ; the loader honours the file."""
+    is_table = "scale_shift_table" in tensor_name and "diff_blocks" not in tensor_name
+    return torch.float32 if is_table else torch.bfloat16
 
 
 def _section(config: Mapping[str, Any], name: str, flat_mark: str) -> Mapping[str, Any] | None:
@@ -513,6 +623,63 @@ def _transformer_sizes(shapes: Shapes, source: str) -> dict[str, Any]:
     for prefix, attention in layers.items():
         sizes[f"{prefix}num_attention_heads"], sizes[f"{prefix}attention_head_dim"] = heads_and_dim(attention)
     return sizes
+
+
+def _diffusion_sizes(shapes: Shapes, source: str) -> dict[str, Any]:
+    """Settings of a diffusion decoder without config: what the tensors show, and the published rest."""
+    stages = [f"decoder.det_stages.{index}" for index in range(_DIFFUSION_STAGES - 1)] + ["decoder.diff_blocks"]
+    firsts = [f"{stage}.0" for stage in stages]
+    return {
+        **_PUBLISHED_DIFFUSION_DECODER,
+        "in_channels": _size(shapes, "decoder.conv_in.weight", 1, source),
+        "head_dim": _size(shapes, f"{firsts[-1]}.attn.q_norm.weight", 0, source),
+        "stage_channels": [_size(shapes, f"{first}.norm1.weight", 0, source) for first in firsts],
+        "stage_depths": [_count_blocks(shapes, stage) for stage in stages],
+    }
+
+
+def _positive(value: Any, key: str, source: str, *, count: int = _DIFFUSION_STAGES) -> tuple[int, ...]:
+    if (
+        not isinstance(value, (list, tuple))
+        or len(value) != count
+        or not all(isinstance(number, int) and number > 0 for number in value)
+    ):
+        raise CheckpointError(f"{source}: config {key} holds {value!r}, expected {count} positive integers.")
+    return tuple(value)
+
+
+def _upsample(entry: Any, source: str) -> tuple[tuple[int, int, int], int]:
+    if not isinstance(entry, (list, tuple)) or len(entry) != 2:
+        raise CheckpointError(
+            f"{source}: config upsamples holds {entry!r}, expected (stride, divisor of the channels)."
+        )
+    return _positive(entry[0], "upsamples", source, count=3), _positive([entry[1]], "upsamples", source, count=1)[0]
+
+
+def _check_diffusion_stages(config: DiffusionVAEConfig, source: str) -> None:
+    """Refuse stages of which one does not fit to the next: no tensor's shape shows a wrong stride."""
+    if len(config.stage_kernels) != _DIFFUSION_STAGES or len(config.upsamples) != _DIFFUSION_STAGES - 1:
+        raise CheckpointError(
+            f"{source}: its decoder config has {len(config.stage_kernels)} windows and {len(config.upsamples)} "
+            f"upsamples, expected {_DIFFUSION_STAGES} and {_DIFFUSION_STAGES - 1}."
+        )
+    if config.head_dim % 2:
+        raise CheckpointError(f"{source}: config head_dim is {config.head_dim}; rotary positions need an even one.")
+    grown = [1, 1, 1]
+    for index, (stride, divisor) in enumerate(config.upsamples):
+        channels, following = config.stage_channels[index : index + 2]
+        if channels != following * divisor or channels % config.head_dim or following % config.head_dim:
+            raise CheckpointError(
+                f"{source}: stage {index + 1} has {channels} channels in heads of {config.head_dim} and hands on "
+                f"1/{divisor} of them, stage {index + 2} has {following}."
+            )
+        grown = [size * factor for size, factor in zip(grown, stride)]
+    pixels = SPACE_FACTOR // config.patch_size
+    if grown != [TIME_FACTOR, pixels, pixels] or config.upsamples[-1][0][0] != 2:
+        raise CheckpointError(
+            f"{source}: its upsamples enlarge a latent by {tuple(grown)} before patches of {config.patch_size} pixels, "
+            f"expected {(TIME_FACTOR, pixels, pixels)} and a doubled frame rate at the end."
+        )
 
 
 def _connector(

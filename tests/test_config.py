@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from ltx_runtime.checkpoint import read_header
-from ltx_runtime.config import ConvVAEConfig, TransformerConfig
+from ltx_runtime.config import ConvVAEConfig, DiffusionVAEConfig, TransformerConfig
 from ltx_runtime.errors import CheckpointError
 
 TESTS = Path(__file__).parent
@@ -211,3 +211,82 @@ def test_a_wrong_model_version_and_a_wrong_axis_count(transformer):
     config["transformer"]["positional_embedding_max_pos"] = [20]
     with pytest.raises(CheckpointError, match=r"positional_embedding_max_pos is \[20\], expected 3"):
         TransformerConfig.from_shapes(config, shapes)
+
+
+# --- the diffusion decoder ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def diffusion() -> tuple[dict, dict]:
+    return published("video_vae_diffusion")
+
+
+def test_published_diffusion_decoder(diffusion):
+    config = DiffusionVAEConfig.from_shapes(*diffusion, model_version="2.5.0")
+    assert (config.latent_channels, config.patch_size, config.head_dim, config.time_width) == (128, 4, 64, 384)
+    assert config.stage_channels == (2048, 1024, 512, 512, 256) and config.stage_depths == (4, 6, 4, 2, 8)
+    assert config.stage_kernels == ((3, 7, 7), (3, 7, 7), (3, 5, 5), (3, 5, 5), (11, 11, 11))
+    assert config.upsamples[0] == ((1, 2, 2), 2) and config.upsamples[2] == ((2, 2, 2), 1)
+    assert (config.timestep_scale, config.num_steps, config.prediction, config.gated) == (1000, 1, "x0", False)
+
+
+def test_shapes_alone_give_the_published_diffusion_decoder(diffusion):
+    assert DiffusionVAEConfig.from_shapes({}, diffusion[1]) == DiffusionVAEConfig.from_shapes(*diffusion)
+
+
+def test_the_window_of_stage_5_is_the_one_that_counts(diffusion):
+    config, shapes = diffusion
+    config["vae"]["decoder"]["stage_kernels"][4] = [3, 3, 3]
+    assert DiffusionVAEConfig.from_shapes(config, shapes).stage_kernels[4] == (11, 11, 11)
+
+
+def test_gates_show_in_the_tensors(diffusion):
+    config, shapes = diffusion
+    assert DiffusionVAEConfig.from_shapes(config, shapes | {"decoder.diff_blocks.0.gate_msa": (256,)}).gated
+
+
+@pytest.mark.parametrize("key, value", [
+    ("spatial_padding_mode", "reflect"),
+    ("resampler_kind", "conv"),
+    ("out_channels", 4),
+    ("_class_name", "Decoder"),
+])
+def test_unknown_values_of_known_diffusion_keys_are_refused(diffusion, key, value):
+    config, shapes = diffusion
+    config["vae"]["decoder"][key] = value
+    with pytest.raises(CheckpointError, match=f"x.safetensors.*{key}={value!r}"):
+        DiffusionVAEConfig.from_shapes(config, shapes, source="x.safetensors")
+
+
+def test_an_unknown_prediction_is_refused(diffusion):
+    config, shapes = diffusion
+    config["vae"]["model_output_type"] = "eps"
+    with pytest.raises(CheckpointError, match="model_output_type is 'eps', implemented are x0 and v"):
+        DiffusionVAEConfig.from_shapes(config, shapes)
+
+
+@pytest.mark.parametrize("key", ["stage5_kernel", "timestep_scale_multiplier", "default_num_inference_steps"])
+def test_diffusion_settings_that_no_tensor_shows_are_required(diffusion, key):
+    config, shapes = diffusion
+    del config["vae"]["decoder"][key]
+    with pytest.raises(CheckpointError, match=f"lacks {key}"):
+        DiffusionVAEConfig.from_shapes(config, shapes)
+
+
+@pytest.mark.parametrize("key, value, words", [
+    ("stage_channels", [2048, 1024, 512, 256, 256], "stage 3 has 512 channels .* hands on 1/1 of them, stage 4 has 256"),
+    ("stage_depths", [4, 6, 4, 2], "stage_depths holds .*expected 5 positive integers"),
+    ("stage_kernels", [[3, 7], [3, 7, 7], [3, 5, 5], [3, 5, 5]], "stage_kernels holds .*expected 3 positive integers"),
+    ("stage_kernels", [[3, 7, 7]], "has 2 windows and 4 upsamples, expected 5 and 4"),
+    ("upsamples", [[[2, 2, 2], 2]], "has 5 windows and 1 upsamples"),
+    ("upsamples", [7], "upsamples holds 7"),
+    ("upsamples", [[[1, 2, 2], 2], [[1] * 3, 2], [[2] * 3, 1], [[2] * 3, 2]], r"enlarge a latent by \(4, 8, 8\)"),
+    ("head_dim", 7, "head_dim is 7"),
+    ("head_dim", 0, "expected a positive integer"),
+    ("upsamples", 3, "upsamples is 3, expected a list"),
+])
+def test_stages_that_do_not_fit_are_refused(diffusion, key, value, words):
+    config, shapes = diffusion
+    config["vae"]["decoder"][key] = value
+    with pytest.raises(CheckpointError, match=words):
+        DiffusionVAEConfig.from_shapes(config, shapes)

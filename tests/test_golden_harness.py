@@ -17,7 +17,7 @@ TESTS = Path(__file__).parent
 
 def test_unknown_kind_fails_and_pending_stands_in_the_last_line(tmp_path):
     save_file({"x": torch.zeros(1)}, tmp_path / "strange.safetensors", metadata={"kind": "hologram"})
-    save_file({"x": torch.zeros(1)}, tmp_path / "heads.safetensors", metadata={"kind": "duration_head"})
+    save_file({"x": torch.zeros(1)}, tmp_path / "heads.safetensors", metadata={"kind": "quant"})
     save_file({"x": torch.zeros(1)}, tmp_path / "tiny.safetensors", metadata={"kind": "weights"})
     command = [
         sys.executable,

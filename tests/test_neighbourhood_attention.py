@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from ltx_runtime.errors import ShapeError
 from ltx_runtime.video_vae.neighbourhood_attention import attention_backend, neighbourhood_attention
 
-HERE = Path(__file__).parent
 # (T, H, W), window: odd and even windows, borders only, the window as large as the grid, more than a tile of queries.
 CASES = [
     ((5, 6, 9), (3, 5, 3)),
@@ -100,41 +93,3 @@ def test_tensors_that_do_not_belong_together_are_refused():
 def test_the_backend_says_what_it_lacks():
     name, why = attention_backend(torch.device("cpu"), torch.bfloat16, 64)
     assert name == "torch" and "Triton: no kernel for cpu" in why and "comfy-kitchen:" in why
-
-
-# The real kernel in Triton's interpreter, which runs it in numpy, tile by tile: slow, and float16 only.
-TRITON_CASES = [
-    # grid, window, heads, head_dim, batch, tile, keys a step
-    ((5, 4, 9), (3, 3, 5), 1, 16, 1, (4, 4, 8), 32),
-    ((3, 5, 5), (3, 5, 5), 2, 16, 2, (4, 4, 4), 32),
-    ((5, 5, 3), (2, 4, 3), 1, 24, 1, (4, 4, 2), 16),
-    ((4, 4, 4), (3, 1, 3), 1, 64, 1, (4, 4, 8), 64),
-]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_the_triton_kernel_computes_the_definition():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
-    done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    errors = [float(line) for line in done.stdout.split()]
-    assert len(errors) == len(TRITON_CASES) and max(errors) < 4e-3, errors
-
-
-def main() -> None:
-    """Print the worst error of every case."""
-    from ltx_runtime.video_vae.neighbourhood_kernel import KernelShape, launch
-
-    torch.set_num_threads(1)
-    for index, (grid, window, heads, head_dim, batch, tile, block_keys) in enumerate(TRITON_CASES):
-        q, k, v = random_qkv(grid, heads, head_dim, torch.float16, batch=batch)
-        exact = definition(q, k, v, window)
-        out = torch.full_like(q, float("nan")) if index else q
-        launch(q, k, v, window, out, KernelShape(tile=tile, block_keys=block_keys))
-        print((out.double() - exact).abs().max().item())
-
-
-if __name__ == "__main__":
-    main()

@@ -17,8 +17,8 @@ from ltx_runtime.config import ConvVAEConfig
 from ltx_runtime.errors import CheckpointError, NonFiniteError, RequestError, ShapeError
 from ltx_runtime.timing import Timeline
 from ltx_runtime.video_vae import EncodePlan, VideoEncoder, load_video_encoder
-from ltx_runtime.video_vae.encode import split_axis
 from ltx_runtime.video_vae.plan import MAX_ELEMENTS, plan_encode
+from ltx_runtime.video_vae.tiling import split_axis
 
 HERE = Path(__file__).parent
 GOLDENS = HERE / "goldens"

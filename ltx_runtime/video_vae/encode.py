@@ -5,7 +5,6 @@ Reading order: `VideoEncoder.encode`, `_Attempt`. The network is in conv_vae.py,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from .frame_upload import FrameUpload
 from .in_flight import PhasesInFlight
 from .plan import EncodePlan, plan_encode, smaller_encode_plan
 from .statistics import PREFIX as STATISTICS
+from .tiling import Tile, split_axis
 
 PHASE = "encode.video.chunk"
 
@@ -234,45 +234,6 @@ class _Attempt:
         self._frames_done += num_frames
         if self._on_chunk is not None:
             self._on_chunk(self._frames_done, len(self._tiles) * self._shape.num_frames)
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A stretch of one axis in latent cells, with the widths of the ramps to its neighbours."""
-
-    start: int
-    stop: int
-    left: int
-    right: int
-
-    def pixels(self) -> slice:
-        return slice(self.start * SPACE_FACTOR, self.stop * SPACE_FACTOR)
-
-    def cells(self) -> slice:
-        return slice(self.start, self.stop)
-
-    def ramp(self) -> Tensor:
-        """(stop - start,) float32 weights: one, falling evenly towards a neighbour."""
-        weights = torch.ones(self.stop - self.start)
-        weights[: self.left] *= torch.arange(1, self.left + 1) / (self.left + 1)
-        weights[len(weights) - self.right :] *= torch.arange(self.right, 0, -1) / (self.right + 1)
-        return weights
-
-
-def split_axis(cells: int, size: int, overlap: int) -> list[Tile]:
-    """The reference's tiles of an axis: overlapping by `overlap`, the last one possibly shorter. size 0 = one tile.
-
-    Source: video_vae.md section 5.
-    """
-    size = max(size, 2, overlap + 1) if size else cells
-    if cells <= size:
-        return [Tile(0, cells, 0, 0)]
-    step = size - overlap
-    count = -(-(cells - overlap) // step)
-    return [
-        Tile(i * step, min(i * step + size, cells), overlap if i else 0, overlap if i < count - 1 else 0)
-        for i in range(count)
-    ]
 
 
 def _chunk_bounds(num_frames: int, chunk_frames: int) -> list[tuple[int, int]]:

@@ -1,6 +1,5 @@
 """Golden kinds of which nothing is built yet: kind -> why. A kind leaves this table for a module of its own."""
 
 KINDS = {
-    "video_vae_diffusion": "no diffusion video decoder yet",
     "quant": "no quantised weights yet",
 }
