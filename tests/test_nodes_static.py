@@ -14,11 +14,16 @@ ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
 # Core nodes that bundled workflows may use: each exists unchanged from ComfyUI 0.30 to 0.33. MarkdownNote is the frontend's.
 CORE_NODES = {
-    "CLIPLoader", "CLIPTextEncode", "CreateVideo", "LTXVConditioning", "MarkdownNote", "PreviewAny", "PrimitiveFloat",
-    "PrimitiveInt", "SaveImage", "SaveVideo",
+    "CLIPLoader", "CLIPTextEncode", "CreateVideo", "GetVideoComponents", "LTXVAddGuide", "LTXVConcatAVLatent",
+    "LTXVConditioning", "LTXVCropGuides", "LTXVPreprocess", "LTXVSeparateAVLatent", "LoadAudio", "LoadImage", "LoadVideo",
+    "MarkdownNote", "PreviewAny", "PrimitiveFloat", "PrimitiveInt", "SamplerEulerAncestral", "SaveImage", "SaveVideo",
+    "VAELoader",
 }
 # Folders of the published files, by the input that names one.
-MODEL_FOLDERS = {"unet_name": "diffusion_models", "vae_name": "vae", "clip_name": "text_encoders"}
+MODEL_FOLDERS = {
+    "unet_name": "diffusion_models", "vae_name": "vae", "clip_name": "text_encoders", "model_name": "latent_upscale_models",
+    "lora_name": "loras",
+}
 TITLE_HEIGHT = 30
 
 
@@ -137,7 +142,8 @@ def test_files_have_published_names_and_addresses(path):
         for model in node["properties"].get("models", [])
     }
     assert named == offered
-    assert ("diffusion_models", TRANSFORMER_FILE) in named and ("vae", VIDEO_VAE_FILE) in named
+    transformer = TRANSFORMER_FILE.replace("distilled", "dev") if path.stem.startswith("dev") else TRANSFORMER_FILE
+    assert ("diffusion_models", transformer) in named and ("vae", VIDEO_VAE_FILE) in named
     for node in workflow["nodes"]:
         for model in node["properties"].get("models", []):
             place = f"{model['directory']}/{model['name']}"

@@ -1,22 +1,55 @@
-"""The demo rule of workflows/README.md as a function, for tests and CI."""
+"""Rules of workflows/README.md as functions, for tests and CI: workflows in API format, changed by nothing else."""
+
 from __future__ import annotations
 
 import copy
 
 TEXT_ENCODER_LOADERS = ("CLIPLoader", "DualCLIPLoader", "LTXAVTextEncoderLoader")
+# What the small rule sets, by node. Two stages double the size, so it must be a multiple of 32 before that.
+SMALL_WIDTH, SMALL_HEIGHT, SMALL_LENGTH = 64, 64, 17
+SMALL_STEPS = 2
+SMALL_REGION = {"start_time": 0.2, "end_time": 0.5}
 
 
-def without_text_nodes(api: dict[str, dict], conditioning_name: str) -> dict[str, dict]:
-    """An API workflow whose text nodes are replaced by LTXGraphLoadConditioning, everything else untouched."""
+def without_text_nodes(
+    api: dict[str, dict], conditioning_name: str, negative_name: str | None = None
+) -> dict[str, dict]:
+    """The demo rule: text nodes are replaced by LTXGraphLoadConditioning, everything else is untouched.
+
+    negative_name: for text nodes with "negative" in their title; none: conditioning_name for all.
+    """
     replaced = {}
     for node_id, node in api.items():
         if node["class_type"] in TEXT_ENCODER_LOADERS:
             continue
         if node["class_type"] == "CLIPTextEncode":
+            is_negative = negative_name is not None and "negative" in node["_meta"]["title"].lower()
             node = {
                 "class_type": "LTXGraphLoadConditioning",
-                "inputs": {"conditioning_name": conditioning_name},
+                "inputs": {"conditioning_name": negative_name if is_negative else conditioning_name},
                 "_meta": {"title": "LTX Graph Load Conditioning"},
             }
         replaced[node_id] = copy.deepcopy(node)
     return replaced
+
+
+def small(api: dict[str, dict]) -> dict[str, dict]:
+    """The small rule: sizes, lengths, steps and seconds that tiny files render in no time on a CPU."""
+    api = copy.deepcopy(api)
+    for node in api.values():
+        inputs = node["inputs"]
+        if node["class_type"] == "LTXGraphEmptyLatent":
+            inputs |= {"width": SMALL_WIDTH, "height": SMALL_HEIGHT, "length": SMALL_LENGTH}
+        elif node["class_type"] == "LTXGraphVideoEncode":
+            inputs |= {"width": SMALL_WIDTH, "height": SMALL_HEIGHT}
+        elif node["class_type"] == "LTXGraphTemporalRegion" and inputs["end_time"]:
+            inputs |= SMALL_REGION
+        if "steps" in inputs:
+            inputs["steps"] = SMALL_STEPS
+    return api
+
+
+def small_size(api: dict[str, dict]) -> tuple[int, int, int]:
+    """(frames, width, height) of the video that a workflow of the small rule saves."""
+    scale = 2 if any(node["class_type"] == "LTXGraphLatentUpscale" for node in api.values()) else 1
+    return SMALL_LENGTH, SMALL_WIDTH * scale, SMALL_HEIGHT * scale

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from input_files import write_input_files
 from PIL import Image
 from server import ComfyClient, ComfyServer, Run, install_pack, install_tiny, make_base
 
@@ -30,10 +31,12 @@ def comfyui_overlay() -> Path:
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory) -> Path:
-    """A base directory with the pack as published, the tiny files under their published names, and the test nodes."""
+    """A base directory with the pack as published, the tiny files under their published names, input files, and the
+    test nodes."""
     folder = make_base(tmp_path_factory.mktemp("base"))
     install_pack(folder)
     install_tiny(folder)
+    write_input_files(folder / "input")
     shutil.copytree(Path(__file__).with_name("test_pack"), folder / "custom_nodes" / "ltxgraph_test_pack")
     return folder
 

@@ -3,7 +3,7 @@
     python3 dev.py demo
 
 Works in DEMO_DIR/base, a ComfyUI base directory of its own, made anew each time. Exits 0 only when the video could be
-decoded and its frames counted, and the verdicts are what this machine should give: `equal` with CUDA; without it the
+decoded, its frames counted and its sound measured, and the verdicts are what this machine should give: `equal` with CUDA; without it the
 graph arm can't run, so `not tested`, with the eager arm repeated and equal.
 """
 
@@ -18,11 +18,16 @@ import av
 from server import ComfyServer, Run, install_pack, install_tiny, make_base
 
 import dev
+from ltx_runtime.shapes import audio_latent_frames
 
 WORKFLOWS = dev.ROOT / "workflows" / "api"
 WITHOUT_CUDA = "not tested: no CUDA; eager repeated: equal"
 WITH_CUDA = "equal"
 BAR = 24
+SAMPLE_RATE = 48000
+# Of the sound in the file from the video's length. Audio latents end up to 20 ms beside it, their sound 30 ms earlier.
+LARGEST_GAP_S = 0.05
+FRAME_RATE = 24.0
 
 
 class DemoFailed(Exception):
@@ -85,6 +90,31 @@ def count_frames(video: Path) -> tuple[int, int, int]:
     return (len(sizes), *sizes[0])
 
 
+def measure_sound(video: Path) -> tuple[int, int, float]:
+    """(Hz, channels, seconds) of the sound of a video file, every sample decoded."""
+    with av.open(str(video)) as container:
+        stream = container.streams.audio[0]
+        samples = sum(frame.samples for frame in container.decode(stream))
+        return stream.rate, stream.channels, samples / stream.rate
+
+
+def check_sound(video: Path, parity: dict, length: int, frame_rate: float) -> str:
+    """The sound as the decoder gave it and as the file holds it, in words. Raises DemoFailed."""
+    latents = audio_latent_frames(length, frame_rate)
+    expected = [1, 2, 480 * max(4 * latents - 3, 1)]
+    comparisons = parity["ltxgraph_report"][0]["verdict"]["numbers"]["comparisons"]
+    shape = next((c["shape"] for c in comparisons if c["name"] == "waveform"), None)
+    if shape != expected:
+        raise DemoFailed(f"the waveform has shape {shape}; {latents} audio latents should give {expected}.")
+    rate, channels, seconds = measure_sound(video)
+    if (rate, channels) != (SAMPLE_RATE, 2) or abs(seconds - length / frame_rate) > LARGEST_GAP_S:
+        raise DemoFailed(
+            f"{video} holds {seconds:.3f} s of sound at {rate} Hz in {channels} channels, expected "
+            f"{length / frame_rate:.3f} s at {SAMPLE_RATE} Hz in 2."
+        )
+    return f"{rate} Hz stereo, {expected[2]:,} samples for {latents} latents; {seconds:.3f} s in the file"
+
+
 def check_verdict(name: str, words: str, expected: str) -> None:
     if not words.startswith(expected):
         raise DemoFailed(f"{name}: the verdict is {words!r}; this machine should give {expected!r}.")
@@ -105,6 +135,7 @@ def text_to_video(demo: Path, server: ComfyServer, expected: str) -> None:
     if (frames, width, height) != (wanted["length"], wanted["width"], wanted["height"]):
         raise DemoFailed(f"{video} decodes to {frames} frames of {width}x{height}, the workflow asks for {wanted}.")
     show(demo, "video", video, f"decoded back: {frames} frames of {width}x{height}")
+    print(f"{'sound':<13} {check_sound(video, parity, wanted['length'], FRAME_RATE)}")
     for what, picture in zip(("difference", "timeline"), saved_files(server.base, workflow, run, "SaveImage")):
         show(demo, what, picture)
     for render in parity["ltxgraph_report"][0]["renders"]:
@@ -139,7 +170,7 @@ def main(demo: Path) -> None:
         text_to_video(demo, server, expected)
         parity_run(demo, server, expected)
     print(
-        "\nThe weights are random, so the picture means nothing; its frames, its timing and its verdict are real."
+        "\nThe weights are random, so picture and sound mean nothing; frames, timing and verdicts are real."
         "\nOpen the same workflow in your ComfyUI: Templates, ComfyUI-LTXGraph."
     )
 

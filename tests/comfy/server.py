@@ -29,6 +29,7 @@ STUBS = ROOT / "tests" / "stubs"
 PACK_NAME = "ComfyUI-LTXGraph"
 # Not part of the pack as it is published (.comfyignore), so no server test may come to lean on it.
 NEVER_PUBLISHED = (".git", ".venv", ".cache", ".demo", "node_modules", "__pycache__")
+DEV_TRANSFORMER_FILE = "ltx-2.5-22b-dev-transformer-bf16.safetensors"
 FINAL_EVENTS = ("execution_success", "execution_error", "execution_interrupted")
 
 
@@ -128,6 +129,9 @@ def install_tiny(base: Path, seed: int = 0) -> None:
         for part, path in write_tiny_checkpoints(written, seed=seed).items():
             (base / folders[part]).mkdir(parents=True, exist_ok=True)
             shutil.move(path, base / folders[part] / path.name)
+            if part == "transformer":
+                # The published pair has one header; with random weights one file can stand for both.
+                shutil.copy(base / folders[part] / path.name, base / folders[part] / DEV_TRANSFORMER_FILE)
 
 
 def free_port() -> int:

@@ -59,7 +59,10 @@ def test_opens_from_the_template_list_with_no_missing_node(opened, name):
 
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_converts_to_its_api_twin(opened, name):
-    assert opened[name]["api"] == read(ROOT / "workflows" / "api" / f"{name}.json")
+    api = opened[name]["api"]
+    for node in api.values():
+        node["inputs"].pop("video-preview", None)  # the page's own: no input of LoadVideo
+    assert api == read(ROOT / "workflows" / "api" / f"{name}.json")
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
