@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from .errors import CaptureError, RestartRequiredError
+from .errors import CaptureError, MemoryShortageError, RestartRequiredError
 from .tensor_tree import map_tensors, named_tensors, static_values
 
 # Called with a phase name of the log, gives the context manager to run that part in.
@@ -89,7 +89,9 @@ def _kernel_switches() -> tuple[tuple[str, Any], ...]:
         ("kernels.sdp_cudnn", cuda.cudnn_sdp_enabled()),
         ("kernels.matmul_tf32", _switch(cuda.matmul, "allow_tf32")),
         ("kernels.matmul_fp16_accumulation", cuda.matmul.allow_fp16_accumulation),
-        ("kernels.matmul_bf16_reduction", cuda.matmul.allow_bf16_reduced_precision_reduction),
+        ("kernels.matmul_bf16_reduction", str(cuda.matmul.allow_bf16_reduced_precision_reduction)),
+        ("kernels.matmul_fp16_reduction", str(cuda.matmul.allow_fp16_reduced_precision_reduction)),
+        ("kernels.blas", str(cuda.preferred_blas_library()) if torch.cuda.is_available() else "cpu"),
         ("kernels.cudnn_tf32", _switch(cudnn, "allow_tf32")),
         ("kernels.cudnn_deterministic", cudnn.deterministic),
         ("kernels.cudnn_benchmark", cudnn.benchmark),
@@ -118,8 +120,9 @@ class CaptureReport:
 class GraphedStep:
     """One recording: static inputs, graph, static outputs. It exists only if capture and first replay succeeded."""
 
-    def __init__(self, graph, static_constants, static_inputs, outputs, report: CaptureReport):
+    def __init__(self, graph, static_constants, static_inputs, outputs, report: CaptureReport, device: torch.device):
         self._graph = graph
+        self._device = device
         self._constants = static_constants
         self._inputs = static_inputs
         self._outputs = outputs
@@ -155,7 +158,7 @@ class GraphedStep:
         """Drop outputs and graph. The device must be idle or the caller's stream must not need the outputs any more."""
         if self.closed:
             return
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self._device)
         graph, self._graph = self._graph, None
         self._outputs = self._inputs = self._constants = self._loaded_constants = None
         graph.reset()
@@ -173,6 +176,9 @@ class GraphCounters:
     last_miss: list[str] = field(default_factory=list)
 
 
+_MEASUREMENTS_KEPT = 256
+
+
 class GraphCache:
     """A bounded set of recordings of one function, least recently used first out."""
 
@@ -181,7 +187,7 @@ class GraphCache:
         self.max_graphs = max_graphs
         self.counters = GraphCounters()
         self._steps: OrderedDict[GraphKey, GraphedStep] = OrderedDict()
-        self.measurements: dict[tuple, Any] = {}  # by GraphKey.shape
+        self._measurements: OrderedDict[tuple, Any] = OrderedDict()  # by GraphKey.shape
         self._failed: dict[GraphKey, tuple[int, str]] = {}
         self._stream: torch.cuda.Stream | None = None
 
@@ -195,6 +201,19 @@ class GraphCache:
         self.counters.misses += 1
         self.counters.last_miss = min((key.differences(k) for k in self._steps), key=len, default=["first use"])
         return None
+
+    def measurement(self, key: GraphKey) -> Any:
+        """What was remembered of steps of this shape, or None."""
+        return self._measurements.get(key.shape)
+
+    def remember(self, key: GraphKey, measurement: Any) -> None:
+        """Keep what was measured of steps of this shape; the oldest of many goes."""
+        self._measurements[key.shape] = measurement
+        if len(self._measurements) > _MEASUREMENTS_KEPT:
+            self._measurements.popitem(last=False)
+
+    def forget_measurements(self) -> None:
+        self._measurements.clear()
 
     def refusal(self, key: GraphKey) -> str | None:
         """Why this key may not be captured, or None. A key that failed once may be tried once more (class A)."""
@@ -214,11 +233,22 @@ class GraphCache:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         try:
-            step, outputs = _record(fn, constants, inputs, self._stream, self.device, phase)
+            while True:
+                try:
+                    step, outputs = _record(fn, constants, inputs, self._stream, self.device, phase)
+                    break
+                except MemoryShortageError:
+                    # Its own old recordings may make room; a lasting shortage is no failure of this key.
+                    if not self._steps:
+                        raise
+                    self._evict(next(iter(self._steps)))
+        except RestartRequiredError:
+            raise
         except CaptureError as error:
-            failures, _ = self._failed.get(key, (0, ""))
-            self._failed[key] = (failures + 1, str(error))
             self.counters.fallbacks += 1
+            if not isinstance(error, MemoryShortageError):
+                failures, _ = self._failed.get(key, (0, ""))
+                self._failed[key] = (failures + 1, str(error))
             raise
         self._failed.pop(key, None)
         self._steps[key] = step
@@ -240,11 +270,11 @@ class GraphCache:
 
     def close(self) -> None:
         """Drop every recording and give its memory back. Idempotent; the cache can be used again."""
+        self._failed.clear()
         if not self._steps:
             return
         while self._steps:
             self._steps.popitem()[1].close()
-        self._failed.clear()
         return_graph_memory(self.device)
 
 
@@ -274,6 +304,22 @@ def _copy_into(static: Any, source: Any) -> None:
 
 
 def _record(fn, constants, inputs, stream, device, phase) -> tuple[GraphedStep, Any]:
+    """A recording and the outputs of its first replay. Raises CaptureError for whatever PyTorch or CUDA refuses; the process
+    is healthy then, or RestartRequiredError says that it isn't."""
+    try:
+        return _recorded(fn, constants, inputs, stream, device, phase)
+    except CaptureError:
+        raise
+    except torch.OutOfMemoryError as error:
+        words = str(error).splitlines()[0]
+        # The traceback holds the frames, and with them the memory.
+        error.__traceback__ = None
+    torch.cuda.empty_cache()
+    _check_health(device)
+    raise MemoryShortageError(f"not captured: {words}. Make the clip smaller or unload other models.")
+
+
+def _recorded(fn, constants, inputs, stream, device, phase) -> tuple[GraphedStep, Any]:
     report = CaptureReport()
     with phase("sample.warmup"):
         started = time.perf_counter()
@@ -290,7 +336,7 @@ def _record(fn, constants, inputs, stream, device, phase) -> tuple[GraphedStep, 
         torch.cuda.empty_cache()
         free_bytes = torch.cuda.mem_get_info(device)[0]
         if needed_bytes > free_bytes:
-            raise CaptureError(
+            raise MemoryShortageError(
                 f"not captured: the step needs {needed_bytes / 2**20:.0f} MiB of intermediates of its own and "
                 f"{free_bytes / 2**20:.0f} MiB are free on {device}. Make the clip smaller or unload other models."
             )
@@ -302,7 +348,7 @@ def _record(fn, constants, inputs, stream, device, phase) -> tuple[GraphedStep, 
         outputs = _first_replay(graph, outputs, device)
         report.first_replay_ms = (time.perf_counter() - started) * 1e3
         report.graph_bytes = max(held_bytes(device) - before, 0)
-    step = GraphedStep(graph, static_constants, static_inputs, outputs, report)
+    step = GraphedStep(graph, static_constants, static_inputs, outputs, report, device)
     step._loaded_constants = constants
     return step, outputs
 
@@ -351,9 +397,10 @@ def _guarded_capture(body: Callable[[], Any], stream, device):
     if closed:
         _discard_closed_capture(graph, error, outputs, device)
     else:
-        _discard_invalidated_capture(graph, pool, error, stream, device)
+        _discard_invalidated_capture(graph, pool, (error, outputs), stream, device)
     if not isinstance(error, Exception):
-        raise error.with_traceback(None)
+        # An interrupt. A new one: the frames of the first may hold tensors that must stay alive.
+        raise type(error)(*error.args) from None
     del outputs
     _check_health(device)
     raise CaptureError(f"capture failed: {words}. The render goes on eager; set cuda_graph=off to not try.")
@@ -373,21 +420,22 @@ def _discard_closed_capture(graph, error, outputs, device) -> None:
     graph.reset()
 
 
-def _discard_invalidated_capture(graph, pool, error, stream, device) -> None:
+def _discard_invalidated_capture(graph, pool, remains, stream, device) -> None:
     """Class B. CUDA dropped the capture, PyTorch still thinks it runs: end the pool, reset, release, heal the generator."""
     global _no_more_captures
     index = device.index if device.index is not None else torch.cuda.current_device()
     try:
-        torch._C._cuda_endAllocateToPool(index, pool)
+        end_allocating = getattr(torch._C, "_cuda_endAllocateToPool", None)  # its name from torch 2.8 on
+        (end_allocating or torch._C._cuda_endAllocateCurrentStreamToPool)(index, pool)
         graph.reset()
         torch._C._cuda_releasePool(index, pool)
     except (AttributeError, RuntimeError) as cleanup_error:
         _no_more_captures = f"an earlier capture left the allocator in a state that could not be repaired ({cleanup_error})"
-        _kept_for_ever.append((graph, error))
+        _kept_for_ever.append((graph, remains))
         return
     if allocator_backend() == "cudaMallocAsync":
-        # Its frames hold tensors the allocator must never see freed, and later captures fail every second time.
-        _kept_for_ever.append(error)
+        # They hold tensors the allocator must never see freed, and later captures fail every second time.
+        _kept_for_ever.append(remains)
         _no_more_captures = (
             "an earlier capture was invalidated under cudaMallocAsync, so no further capture is made in this process; "
             "restart ComfyUI to capture again (--disable-cuda-malloc is the safer setting)"

@@ -21,6 +21,10 @@ class CaptureError(LTXError):
     """A CUDA graph could not be captured or replayed."""
 
 
+class MemoryShortageError(CaptureError):
+    """A CUDA graph was not captured because the device has too little free memory."""
+
+
 class RestartRequiredError(CaptureError):
     """A failed capture left the process unable to use the GPU. No frames may be returned; the message says to restart."""
 

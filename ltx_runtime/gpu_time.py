@@ -36,7 +36,7 @@ def gpu_time_behind_delay(
     delays. Waits for the device before and after. fn's exceptions pass through.
     """
     # Twice the mean issue time of a part: the host's pace varies.
-    delay_cycles = int(2 * wall_ms / (len(cuts) + 1) * torch.cuda.get_device_properties(device).clock_rate)
+    delay_cycles = int(2 * wall_ms / (len(cuts) + 1) * _cycles_per_ms())
     pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     late = 0
 
@@ -69,3 +69,15 @@ def gpu_time_behind_delay(
     if late:
         return GpuTime(result, None, len(pairs), f"{late} of {len(pairs)} parts were not queued in time")
     return GpuTime(result, sum(started.elapsed_time(ended) for started, ended in pairs), len(pairs))
+
+
+def _cycles_per_ms() -> float:
+    """Pace of the spinning kernel, from one timed spin of about a ms."""
+    cycles = 2_000_000
+    started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(1000)  # the kernel's first launch loads it
+    started.record()
+    torch.cuda._sleep(cycles)
+    ended.record()
+    ended.synchronize()
+    return cycles / started.elapsed_time(ended)

@@ -45,6 +45,8 @@ class Decision:
 def decide(measurement: BusyMeasurement, remaining_steps: int, *, seen_before: bool) -> Decision:
     """Capture when it pays within this render's remaining steps, or when the key comes back (seen_before) and a replayed
     step is faster at all."""
+    if measurement.gpu_ms <= 0:
+        return Decision(False, "no GPU time was measured, not captured")
     saved = measurement.wall_ms - measurement.predicted_replay_ms
     gain = measurement.wall_ms / measurement.predicted_replay_ms
     busy = f"{measurement.gpu_busy:.0%} busy ({measurement.gpu_ms:.1f} of {measurement.wall_ms:.1f} ms)"

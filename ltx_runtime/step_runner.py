@@ -45,19 +45,22 @@ class _Kind:
 
 @dataclass
 class _InFlight:
-    """A step that was issued and not yet waited for. replay_events: CUDA events around a replay."""
+    """A step that was issued and not yet waited for. ended: recorded on the model's device behind the step and the copy of
+    its finite flags; the timeline may run on another device. replay: events around a replay."""
 
     index: int
     phase: Phase
     probe: torch.Tensor
-    replay_events: tuple[torch.cuda.Event, torch.cuda.Event] | None
+    ended: torch.cuda.Event | None
+    replay: tuple[torch.cuda.Event, torch.cuda.Event] | None
 
 
 class StepRunner:
     """One render's steps: a context manager in which `run` is called for every step. `account` tells what happened.
 
     constants: of every step; steps of one kind share one object.
-    on_finished(index): called when the host has seen step `index` end.
+    on_finished(index): called when the host has seen step `index` end. refused: why the host forbids graphs, empty when it
+    doesn't.
     Raises CaptureError at construction or in `run` with on_capture_failure "error", RestartRequiredError whenever the
     process can't go on, NonFiniteError when a step's result isn't finite.
     """
@@ -72,6 +75,7 @@ class StepRunner:
         cuda_graph: str,
         on_capture_failure: str,
         on_finished: Callable[[int], None],
+        refused: str = "",
     ):
         self._model = model
         self._constants = constants
@@ -91,7 +95,7 @@ class StepRunner:
         if cuda_graph == "off":
             self._eager_only = _Kind()
             self.account["decision"] = "off: eager"
-        elif reason := unavailable_reason(model.device):
+        elif reason := refused or unavailable_reason(model.device):
             self._give_up(reason)
         elif cuda_graph == "on":
             self.account["decision"] = "on: captured at first use of a shape, replayed after"
@@ -102,9 +106,6 @@ class StepRunner:
         """Issue step `index` and wait for the one before it. The outputs may be a recording's own buffers: valid until the
         next `run`."""
         kind = self._eager_only or self._kind(index, inputs)
-        if kind.recording is not None and kind.recording.closed:
-            # Evicted by other kinds of this very render: it has more than the cache holds.
-            kind.recording, kind.capture = None, True
         if kind.recording is None and kind.capture:
             outputs = self._capture(kind, index, inputs)
             if outputs is not None:
@@ -131,13 +132,15 @@ class StepRunner:
 
     def __exit__(self, kind, error: BaseException | None, traceback) -> None:
         """Wait for the last step and close the account. After an error or a cancel nothing is waited for."""
-        if error is None:
-            self._drain()
-        elif self._in_flight is not None:
-            self._timeline.end(self._in_flight.phase, error=error)
-        for kind in self._kinds.values():
-            if kind.recording is not None:
-                kind.recording.forget_constants()
+        try:
+            if error is None:
+                self._drain()
+            elif self._in_flight is not None:
+                self._timeline.end(self._in_flight.phase, error=error)
+        finally:
+            for kind in self._kinds.values():
+                if kind.recording is not None:
+                    kind.recording.forget_constants()
         graphs = self._model.graphs
         self.account |= {
             "allocator": allocator_backend(),
@@ -157,12 +160,16 @@ class StepRunner:
             self.account["decision"] = "replayed: this shape was captured before"
             return kind
         self.account["missed"] = list(graphs.counters.last_miss)
+        if sum(k.recording is not None or k.capture for k in self._kinds.values()) >= graphs.max_graphs:
+            # A recording that this render still needs must not make way: it would be captured again every render.
+            self.account["decision"] += f"; more kinds of steps than {graphs.max_graphs} recordings: the rest eager"
+            return kind
         if refusal := graphs.refusal(key):
             self._give_up(refusal)
             return self._eager_only
         if self.account["requested"] == "on":
             kind.capture = True
-        elif known := graphs.measurements.get(key.shape):
+        elif known := graphs.measurement(key):
             self._decide(kind, known, self._left(index), seen_before=True)
         else:
             kind.measuring = True
@@ -223,7 +230,12 @@ class StepRunner:
         if timed:
             self._drain()
         phase = self._timeline.begin("sample.step", step=index)
-        outputs = self._issued(index, phase, self._step(self._constants[index], inputs), None)
+        try:
+            outputs = self._step(self._constants[index], inputs)
+        except BaseException as error:
+            self._timeline.end(phase, error=error)
+            raise
+        self._issued(index, phase, outputs, None)
         if timed:
             self._drain()
             kind.timed_ms = phase.wall_ms
@@ -254,26 +266,33 @@ class StepRunner:
             self._timeline.note("sample.measure", self.account["decision"])
             return outputs
         measurement = BusyMeasurement(kind.timed_ms, measured.gpu_ms)
-        self._model.graphs.measurements[kind.key.shape] = measurement
+        self._model.graphs.remember(kind.key, measurement)
         self._decide(kind, measurement, self._left(index) - 1, seen_before=False)
         return outputs
 
-    def _issued(self, index: int, phase: Phase, outputs: StepOutputs, replay_events) -> StepOutputs:
+    def _issued(self, index: int, phase: Phase, outputs: StepOutputs, replay) -> StepOutputs:
         self._probes[index].copy_(outputs.probe, non_blocking=True)
+        ended = _recorded_event() if self._cuda else None
         phase.issued()
-        self._drain()
-        self._in_flight = _InFlight(index, phase, self._probes[index], replay_events)
-        self.account["steps"].append("eager" if replay_events is None else "replay")
+        before, self._in_flight = self._in_flight, _InFlight(index, phase, self._probes[index], ended, replay)
+        self.account["steps"].append("eager" if replay is None else "replay")
+        self._finish(before)
         return outputs
 
     def _drain(self) -> None:
-        """Wait for the step in flight, end its phase and report it."""
+        """Wait for the step in flight."""
         flight, self._in_flight = self._in_flight, None
+        self._finish(flight)
+
+    def _finish(self, flight: _InFlight | None) -> None:
+        """Wait for an issued step, end its phase and report it."""
         if flight is None:
             return
+        if flight.ended is not None:
+            flight.ended.synchronize()
         flight.phase.wait()
-        if flight.replay_events is not None:
-            started, ended = flight.replay_events
+        if flight.replay is not None:
+            started, ended = flight.replay
             flight.phase.gpu_ms, flight.phase.gpu_method = started.elapsed_time(ended), "graph_events"
         self._timeline.end(flight.phase)
         self._check_finite(flight.index, flight.probe)
