@@ -10,6 +10,7 @@ import functools
 import importlib
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,6 +198,8 @@ class SharedDeviceModel(DeviceModel):
 
 _shared_patchers: WeakValueDictionary = WeakValueDictionary()
 _staying_patchers: set = set()  # keeps alive those that are resident
+# ComfyUI still reads a model that it has just detached while it walks its list: the last ones, evicted, live a little longer.
+_leaving_patchers: deque = deque(maxlen=16)
 
 
 class LTXGraphDeviceModel(torch.nn.Module):
@@ -263,6 +266,7 @@ def _patcher_class() -> type:
 
         def detach(self, unpatch_all=True):
             if unpatch_all:
+                _leaving_patchers.append(self)
                 _staying_patchers.discard(self)
                 self.model.resident.evict()
             return self.model
