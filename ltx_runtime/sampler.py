@@ -81,6 +81,7 @@ def sample(
     *,
     cuda_graph: str = "auto",
     on_capture_failure: str = "eager",
+    graphs_refused: str = "",
     noise_source: ReferenceNoise | None = None,
     timeline: Timeline | None = None,
     check_cancelled: Callable[[], None] | None = None,
@@ -90,6 +91,7 @@ def sample(
     """Denoise a request.
 
     cuda_graph: "auto", "on", "off". on_capture_failure: "eager" (go on, the reason in the result) or "error" (raise).
+    graphs_refused: why the host forbids CUDA graphs, empty when it doesn't: a fallback like any other.
     noise_source: continue a reference render's generators (second stage) instead of seeding new ones. check_cancelled:
     called before every step; whatever it raises ends the render and leaves the model usable. on_step(done, total):
     after the host saw a step end. on_preview(index, total, denoised): right after a step was issued, with its x0 as (B,
@@ -117,6 +119,7 @@ def sample(
             cuda_graph=cuda_graph,
             on_capture_failure=on_capture_failure,
             on_finished=lambda index: on_step(index + 1, total) if on_step else None,
+            refused=graphs_refused,
         ) as runner:
             video, audio = denoise(prepared, request, runner, check_cancelled or (lambda: None), on_preview)
         scale = 1.0

@@ -9,7 +9,7 @@ import torch
 from comfy_api.latest import io
 
 from ..ltx_runtime.comfyui_conditioning import audio_state_from_comfyui, video_state_from_comfyui
-from ..ltx_runtime.errors import CaptureError, RequestError
+from ..ltx_runtime.errors import RequestError
 from ..ltx_runtime.memory import activation_item_bytes, sampling_bytes
 from ..ltx_runtime.noise import NOISE_CONVENTIONS
 from ..ltx_runtime.request import check_request
@@ -117,16 +117,18 @@ class LTXGraphSampler(io.ComfyNode):
     @classmethod
     def execute(cls, model: host.DeviceModel, cuda_graph: str, on_capture_failure: str, report=None, **inputs) -> io.NodeOutput:
         job = read_job(model, **inputs)
+        refused = cuda_graphs_refused()
         with host.stay(report, "LTXGraphSampler", [model]) as timeline:
             for note in job.notes:
                 timeline.note("prepare.constants", note)
-            cuda_graph = _host_switch(cuda_graph, on_capture_failure, timeline)
-            host.make_resident([model], timeline, job.activation_bytes(recorded=cuda_graph != "off"))
+            recorded = cuda_graph != "off" and not refused
+            host.make_resident([model], timeline, job.activation_bytes(recorded=recorded))
             result = sample(
                 model.model,
                 job.request,
                 cuda_graph=cuda_graph,
                 on_capture_failure=on_capture_failure,
+                graphs_refused=refused,
                 timeline=timeline,
                 check_cancelled=host.cancel_check(),
                 on_step=host.step_progress(),
@@ -150,17 +152,6 @@ def sampled_parts(result: SampleResult) -> tuple[torch.Tensor | None, torch.Tens
 def cuda_graphs_refused() -> str:
     """Why the host forbids CUDA graphs, or empty."""
     return "ComfyUI was started with --disable-cuda-graphs" if host.cuda_graphs_disabled() else ""
-
-
-def _host_switch(cuda_graph: str, on_capture_failure: str, timeline) -> str:
-    """ComfyUI's own switch wins over the node's toggle."""
-    reason = cuda_graphs_refused()
-    if cuda_graph == "off" or not reason:
-        return cuda_graph
-    if cuda_graph == "on" and on_capture_failure == "error":
-        raise CaptureError(f"cuda_graph=on, but {reason}. Start it without, or set on_capture_failure=eager.")
-    timeline.note("sample.capture", f"eager: {reason}")
-    return "off"
 
 
 @dataclass(frozen=True)

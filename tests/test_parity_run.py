@@ -15,7 +15,7 @@ from ltx_runtime.errors import RequestError
 from ltx_runtime.parity import DIFFERENT, EQUAL, NOT_TESTED
 from ltx_runtime.parity_run import judge_clips, run_parity
 from ltx_runtime.runtime import load_transformer
-from ltx_runtime.sampler import SampleRequest, TextFeatures
+from ltx_runtime.sampler import SampleRequest, TextFeatures, sample
 from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape
 from ltx_runtime.timing import Timeline
 from ltx_runtime.video_vae import load_video_vae
@@ -217,6 +217,16 @@ def test_the_hosts_refusal_is_the_reason(models, request_):
         without_graphs="graphs forbidden",
     )
     assert outcome.verdict.words == "not tested: graphs forbidden; eager repeated: equal"
+
+
+def test_a_sampler_that_the_host_forbids_graphs_is_no_graphed_arm(models, request_):
+    off, refused = (
+        sample(models[0], request_, cuda_graph=mode, graphs_refused="graphs forbidden").graph for mode in ("off", "auto")
+    )
+    assert off["requested"] == "off" and "fallback" not in off
+    assert (refused["requested"], refused["mode"], refused["fallback"]) == ("auto", "eager", "graphs forbidden")
+    verdict = judge_clips((clip(), clip()), None, (off, refused), tolerance=0.0).verdict
+    assert verdict.words == "not tested: graphs forbidden; eager repeated: equal" and not verdict.bit_exact
 
 
 def test_sound_alone_is_refused(models, request_):
