@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .audio_vae import AudioVAE
 from .cuda_graph import unavailable_reason
-from .errors import CaptureError, RequestError
+from .errors import CaptureError, RequestError, RestartRequiredError
 from .gpu_activity import measure_gpu_busy
 from .loop_activity import LoopActivity, measure_loop_activity, plain_activity
 from .parity import (
@@ -237,6 +237,8 @@ def _activities(
         arms.check_cancelled()
         try:
             found[arm] = measure_loop_activity(arms.model, arms.cases[0].request, cuda_graph=cuda_graph)
+        except RestartRequiredError:
+            raise
         except CaptureError as error:  # the recording had to go meanwhile and could not be made again
             found[arm] = LoopActivity(None, f"resident: not measured, {error}")
         arms.timeline(arm).note("sample.measure", found[arm].words)
@@ -384,6 +386,8 @@ def _with_stages(arms: _Arms, trials: Sequence[Trial], cuda_graph: str) -> tuple
             trace_stages(arms.model, request, cuda_graph=mode, check_cancelled=arms.check_cancelled)
             for mode in ("off", cuda_graph)
         ]
+    except RestartRequiredError:
+        raise
     except CaptureError as error:
         note = f"the step is not known, the graphed render could not be run again: {error}"
     else:

@@ -11,7 +11,7 @@ import torch
 from ltx_runtime import parity_run, sampler, stages, tiny
 from ltx_runtime.conditioning import audio_state, text_to_video_state
 from ltx_runtime.conditioning_file import load_conditioning
-from ltx_runtime.errors import CaptureError
+from ltx_runtime.errors import CaptureError, RestartRequiredError
 from ltx_runtime.parity import DIFFERENT, EQUAL, WITHIN_TOLERANCE, first_differing_stage
 from ltx_runtime.parity_run import run_parity
 from ltx_runtime.report_text import json_report, text_report
@@ -138,6 +138,18 @@ def test_a_recording_that_can_not_be_run_again_is_said(models, request_, graphed
     verdict = run(models, request_, replays=1, seeds=1).verdict
     words = "the step is not known, the graphed render could not be run again: no CUDA graph: out of memory"
     assert words in verdict.words
+
+
+@pytest.mark.parametrize("name", ["trace_stages", "measure_loop_activity"])
+def test_a_process_that_can_not_go_on_gives_no_verdict(models, request_, graphed_arm, monkeypatch, name):
+    graphed_arm.append(lambda render, step, outputs: outputs.video.x[0, 0, 0].add_(1) if step == 1 else None)
+
+    def broken(*_, **__):
+        raise RestartRequiredError("restart ComfyUI")
+
+    monkeypatch.setattr(parity_run, name, broken)
+    with pytest.raises(RestartRequiredError):
+        run(models, request_, replays=1, seeds=1, measure_residency=True)
 
 
 def test_a_decoder_that_differs_is_found_without_a_rerun(models, request_, graphed_arm, monkeypatch):
