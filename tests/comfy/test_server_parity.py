@@ -1,0 +1,90 @@
+"""The parity nodes through a real ComfyUI: residency, a second prompt, arms named by what was asked for."""
+
+from __future__ import annotations
+
+import pytest
+import prompts
+from prompts import node
+
+ON_CPU = "resident: not measured, the model is on cpu"
+
+
+def parity(**inputs) -> dict:
+    """A parity run as small as it gets."""
+    prompt = prompts.parity_run()
+    prompt["latent"]["inputs"].update(width=64, height=64)
+    prompt["sigmas"] = node("ManualSigmas", sigmas="1.0, 0.5, 0.0")
+    prompt["parity"]["inputs"].update({"replays": 1, "seeds": 2, "sigmas": ["sigmas", 0], **inputs})
+    return prompt
+
+
+def shown(run) -> dict:
+    assert run.outcome == "execution_success", run.error
+    return run.outputs["parity"]
+
+
+def test_the_second_line_says_whether_the_loop_is_resident(client):
+    output = shown(client.run(parity()))
+    assert output["text"][0].splitlines()[1] == ON_CPU
+    report = output["ltxgraph_report"][0]
+    assert report["residency"] == {"arm": None, "resident": None, "words": ON_CPU}
+    residency = report["renders"][0]["residency"]
+    assert residency["words"] == ON_CPU and "decode.video.chunk" in residency["gpu_busy"]
+
+
+def test_residency_can_be_switched_off(client):
+    output = shown(client.run(parity(measure_residency=False)))
+    assert output["text"][0].splitlines()[1].startswith("resident: not measured; LTX Graph Parity Run measures it")
+
+
+def test_what_was_compared_is_counted(client):
+    output = shown(client.run(parity()))
+    tally = "2 x latent, 2 x audio latent, 2 x unclamped frames, 2 x frames"
+    assert f"compared: {tally}; all equal bit for bit" in output["text"][0]
+
+
+def test_a_second_prompt_takes_every_other_seed(client):
+    prompt = parity(positive_b=["second", 0])
+    prompt["second"] = node("LTXGraphLoadConditioning", conditioning_name="tiny-conditioning-negative.safetensors")
+    numbers = shown(client.run(prompt))["ltxgraph_report"][0]["verdict"]["numbers"]
+    assert list(dict.fromkeys(c["case"] for c in numbers["comparisons"])) == ["seed 7", "seed 8, second prompt"]
+
+
+def test_a_second_prompt_of_another_frame_rate_is_refused(client):
+    prompt = parity(positive_b=["rate", 0])
+    prompt["rate"] = node("LTXVConditioning", positive=["positive", 0], negative=["positive", 0], frame_rate=30.0)
+    run = client.run(prompt)
+    assert run.outcome == "execution_error"
+    assert "positive_b" in run.error and "30" in run.error and "25" in run.error
+
+
+@pytest.mark.parametrize(
+    ("change", "names", "asked"),
+    [
+        ({"seed": 8}, ("seed 7", "seed 8"), "seed 7 and 8"),
+        ({"sampler_name": "euler"}, ("sampler euler_ancestral", "sampler euler"), "sampler euler_ancestral and euler"),
+        (
+            {"seed": 8, "compatibility": "comfyui"},
+            ("eager A", "eager B"),
+            "seed 7 and 8, compatibility reference and comfyui",
+        ),
+    ],
+    ids=["seed", "setting", "two"],
+)
+def test_two_renders_are_named_by_what_differs(client, change, names, asked):
+    prompt = prompts.render()
+    prompt["latent"]["inputs"].update(width=64, height=64)
+    prompt["sampler"]["inputs"]["cuda_graph"] = "off"
+    prompt["sampler_b"] = node("LTXGraphSampler", **prompt["sampler"]["inputs"] | change)
+    prompt["decode_b"] = node("LTXGraphVideoDecode", **prompt["decode"]["inputs"])
+    prompt["decode_b"]["inputs"].update(samples=["sampler_b", 0], report=["sampler_b", 1])
+    prompt["parity"] = node(
+        "LTXGraphTimingParity", frames_a=["decode", 0], frames_b=["decode_b", 0], report_a=["decode", 1],
+        report_b=["decode_b", 1], tolerance=0.0, on_difference="report",
+    )  # fmt: skip
+    del prompt["save"]
+    report = shown(client.run(prompt))["ltxgraph_report"][0]
+    assert [render["name"] for render in report["renders"]] == list(names)
+    words = report["verdict"]["words"]
+    assert words.startswith(f"different: {names[1]} differs from {names[0]} in frames")
+    assert words.endswith(f"; they were asked for different things: {asked}")
