@@ -46,6 +46,7 @@ from .video_vae import DecodePlan, VideoVAE
 from .video_vae.host_frames import to_frames
 
 EAGER, GRAPHED, REPEATED = "eager", "graphed", "eager repeated"
+PARTLY_GRAPHED = "partly graphed"
 _LAST_SEED = 2**64 - 1
 _LATENTS = ("latent", "audio latent")
 _LONGEST_NAME = 40
@@ -80,11 +81,11 @@ def judge_clips(
     """Judge two finished renders, of whatever two kinds: eager and graphed, two seeds, two settings.
 
     clips: IMAGE tensors (N, H, W, C). sounds: (waveform (B, C, T), sample rate) of both. graphs: what their samplers
-    said about CUDA graphs (`SampleResult.graph`), None where nobody knows. A render that was asked to use a graph and
-    ran eager
-    is no graphed arm: the verdict then is "not tested", and the comparison a repeated eager render.
+    said about CUDA graphs (`SampleResult.graph`), None where nobody knows.
     settings: what each was asked for, by name; empty where nobody knows. What differs in them is said in the verdict,
     and names the arms where it is one plain value.
+    Where nothing else differs, the graphs are in question: without a wholly graphed and an eager arm, and with one that
+    was asked to use a graph, the verdict is "not tested", and the comparison a repeated eager render.
     """
     comparisons = [compare_frames(*clips)]
     ranges = [frame_range(clip) for clip in clips]
@@ -94,16 +95,17 @@ def judge_clips(
     trial = Trial(
         "render", tuple(comparisons), tuple(ranges), first_stage=next((c for c in comparisons if not c.bit_exact), None)
     )
-    fallback = next((why for why in map(_why_not_graphed, graphs) if why), "")
+    ran = tuple(map(_how_it_ran, graphs))
     changed = {key: (settings[0][key], settings[1][key]) for key in settings[0] if key in settings[1]}
     changed = {key: pair for key, pair in changed.items() if pair[0] != pair[1]}
-    names = _names(graphs, changed)
-    if fallback:
+    names = _names(ran, changed)
+    fallback = next((why for why in map(_why_not_graphed, graphs) if why), "")
+    if fallback and not changed and set(ran) != {EAGER, GRAPHED}:
         names = (EAGER, REPEATED)
         verdict = judge(Arm(GRAPHED, EAGER, not_run=fallback), [Arm(REPEATED, EAGER, (trial,))], tolerance=tolerance)
     else:
         # The graphed arm is the one in question, whichever socket it came in by.
-        against, name = names if graphs[0] is None or graphs[0]["mode"] != "graph" else names[::-1]
+        against, name = names if ran[0] != GRAPHED else names[::-1]
         verdict = judge(Arm(name, against, (trial,)), tolerance=tolerance)
     if changed:
         asked = ", ".join(f"{key} {_short(a)} and {_short(b)}" for key, (a, b) in changed.items())
@@ -113,24 +115,32 @@ def judge_clips(
     )
 
 
+def _how_it_ran(graph: dict | None) -> str:
+    """EAGER, GRAPHED, PARTLY_GRAPHED, or empty where nobody knows."""
+    if graph is None:
+        return ""
+    if graph["mode"] != "graph":
+        return EAGER
+    return PARTLY_GRAPHED if graph.get("fallback") else GRAPHED
+
+
 def _why_not_graphed(graph: dict | None) -> str:
-    """Why a render that might have used a graph did not, or empty."""
-    if graph is None or graph["requested"] == "off" or graph["mode"] == "graph":
+    """Why a render that might have used a graph did not, or not for all steps; empty otherwise."""
+    if graph is None or graph["requested"] == "off" or _how_it_ran(graph) == GRAPHED:
         return ""
     return graph.get("fallback") or graph["decision"]
 
 
-def _names(graphs: tuple[dict | None, dict | None], changed: Mapping[str, tuple]) -> tuple[str, str]:
+def _names(ran: tuple[str, str], changed: Mapping[str, tuple]) -> tuple[str, str]:
     """What to call the two: by how they ran, else by the one setting in which they differ, else by letters."""
-    known = [None if graph is None else GRAPHED if graph["mode"] == "graph" else EAGER for graph in graphs]
-    if None not in known and known[0] != known[1]:
-        return known[0], known[1]
+    if all(ran) and ran[0] != ran[1]:
+        return ran
     if len(changed) == 1:
         ((key, pair),) = changed.items()
         words = tuple(f"{key} {value}" for value in pair)
         if all(isinstance(value, (bool, int, float, str)) for value in pair) and max(map(len, words)) <= _LONGEST_NAME:
             return words
-    return tuple(f"{name or 'render'} {letter}" for name, letter in zip(known, "AB"))
+    return tuple(f"{name or 'render'} {letter}" for name, letter in zip(ran, "AB"))
 
 
 def _short(value: Any) -> str:

@@ -23,6 +23,7 @@ from ltx_runtime.video_vae import load_video_vae
 GRAPHED = {"requested": "on", "mode": "graph", "decision": "on"}
 OFF = {"requested": "off", "mode": "eager", "decision": "off: eager"}
 FELL_BACK = {"requested": "on", "mode": "eager", "decision": "eager: no CUDA", "fallback": "no CUDA"}
+PARTLY = {"requested": "on", "mode": "graph", "decision": "eager: out of memory", "fallback": "out of memory"}
 NOT_WORTH_IT = {"requested": "auto", "mode": "eager", "decision": "auto: 90 % busy, not captured"}
 
 
@@ -53,7 +54,9 @@ def test_equal_clips(graphs, names):
         assert "graphed equals eager" in outcome.verdict.words
 
 
-@pytest.mark.parametrize("graph, reason", [(FELL_BACK, "no CUDA"), (NOT_WORTH_IT, "90 % busy")])
+@pytest.mark.parametrize(
+    "graph, reason", [(FELL_BACK, "no CUDA"), (NOT_WORTH_IT, "90 % busy"), (PARTLY, "out of memory")]
+)
 def test_a_render_that_ran_eager_is_no_graphed_arm(graph, reason):
     outcome = judge_clips((clip(), clip()), None, (OFF, graph), tolerance=0.0)
     assert outcome.verdict.status == NOT_TESTED and not outcome.verdict.bit_exact
@@ -66,6 +69,17 @@ def test_a_difference_is_found_whatever_ran():
         assert judge_clips(pair, None, graphs, tolerance=0.0).verdict.status == DIFFERENT
 
 
+def test_an_arm_that_fell_back_is_the_eager_one_beside_a_graphed_one():
+    outcome = judge_clips((clip(), clip()), None, (FELL_BACK, GRAPHED), (SEVEN, SEVEN), tolerance=0.0)
+    assert outcome.names == ("eager", "graphed") and "graphed equals eager" in outcome.verdict.words
+
+
+def test_arms_on_auto_that_differ_in_nothing_are_a_repeated_eager_render():
+    graphs = (NOT_WORTH_IT, NOT_WORTH_IT)
+    outcome = judge_clips((clip(), clip()), None, graphs, (SEVEN, SEVEN), tolerance=0.0)
+    assert outcome.verdict.status == NOT_TESTED and outcome.names == ("eager", "eager repeated")
+
+
 SEVEN, ELEVEN = {"seed": 7, "steps": 8, "sigmas": [1.0, 0.0]}, {"seed": 11, "steps": 8, "sigmas": [1.0, 0.0]}
 
 
@@ -76,10 +90,13 @@ SEVEN, ELEVEN = {"seed": 7, "steps": 8, "sigmas": [1.0, 0.0]}, {"seed": 11, "ste
         ((SEVEN, ELEVEN | {"steps": 9}), (OFF, OFF), ("eager A", "eager B")),
         ((SEVEN, SEVEN | {"sigmas": [1.0, 0.5, 0.0]}), (OFF, OFF), ("eager A", "eager B")),
         ((SEVEN, ELEVEN), (OFF, GRAPHED), ("eager", "graphed")),
+        ((SEVEN, ELEVEN), (NOT_WORTH_IT, NOT_WORTH_IT), ("seed 7", "seed 11")),
+        ((SEVEN, ELEVEN), (FELL_BACK, FELL_BACK), ("seed 7", "seed 11")),
+        ((SEVEN, ELEVEN), (OFF, PARTLY), ("eager", "partly graphed")),
         ((SEVEN, SEVEN), (OFF, OFF), ("eager A", "eager B")),
         ((SEVEN, {}), (OFF, None), ("eager A", "render B")),
     ],
-    ids=["one setting", "two settings", "a list", "also graphed", "the same", "unknown"],
+    ids=["one setting", "two settings", "a list", "also graphed", "auto", "fallback", "partly", "the same", "unknown"],
 )
 def test_arms_of_any_kind_are_named_by_what_differs(settings, graphs, names):
     outcome = judge_clips((clip(), changed(clip(), 0.25)), None, graphs, settings, tolerance=0.0)
