@@ -1,9 +1,9 @@
 // The timeline widget in a headless Chromium: fills while a render runs, survives page reloads (one in mid-render), hover,
 // pin, zoom, themes, both node designs, a narrow node.
 //
-//   node timeline.mjs '{"url", "browser", "playwright", "artifacts", "frontend", "render", "parity"}'
+//   node timeline.mjs '{"url", "browser", "playwright", "artifacts", "frontend", "workflow"}'
 //
-// render, parity: UI workflows. Prints one JSON object, which test_widget.py judges. Screenshots go to artifacts.
+// workflow: a UI workflow with all the nodes that show a timeline. Prints one JSON object, which test_widget.py judges. Screenshots go to artifacts.
 import { createRequire } from 'node:module';
 import path from 'node:path';
 
@@ -53,6 +53,11 @@ async function ready() {
         }];
       }));
     };
+    window.queueOnly = (id) => {
+      app.canvas.deselectAll();
+      app.canvas.select(app.graph.getNodeById(id));
+      app.extensionManager.command.execute('Comfy.QueueSelectedOutputNodes');
+    };
     window.look = async (id) => {
       const node = app.graph.getNodeById(id);
       app.canvas.ds.scale = 1;
@@ -63,10 +68,6 @@ async function ready() {
   });
 }
 
-const open = async (workflow) => {
-  await page.evaluate((json) => app.loadGraphData(json), workflow);
-  await page.waitForTimeout(300);
-};
 const looked = async (id, name) => {
   await page.evaluate((id) => look(id), id);
   await page.waitForTimeout(400);
@@ -87,57 +88,50 @@ passed('open');
 await setting('Comfy.VueNodes.Enabled', false);
 await setting('Comfy.ColorPalette', 'dark');
 
-// A render, watched
-await open(options.render);
-const nodes = await page.evaluate(() => Object.fromEntries(timelines().map((n) => [n.title, n.id])));
-const [sampler, decode] = ['LTXGraphSampler', 'LTXGraphVideoDecode'].map(
-  (type) => options.render.nodes.find((n) => n.type === type).id);
-results.nodes = nodes;
+// A render, watched: every painting of the element leaves its number of events
+await page.evaluate((json) => app.loadGraphData(json), options.workflow);
+await page.waitForTimeout(300);
+const [sampler, decode, parity, run] = ['LTXGraphSampler', 'LTXGraphVideoDecode', 'LTXGraphTimingParity', 'LTXGraphParityRun'].map(
+  (type) => options.workflow.nodes.find((n) => n.type === type).id);
 await looked(sampler);
-results.watched = await page.evaluate(([sampler, decode]) => new Promise((resolve) => {
-  const seen = { [sampler]: [], [decode]: [] };
-  app.api.addEventListener('ltxgraph.phase', async ({ detail }) => {
-    await frames2();
-    const element = seen[detail.node] && elementOf(detail.node);
-    if (element) seen[detail.node].push([Number(element.dataset.events), element.dataset.live, element.querySelector('.ltxg-summary').innerText]);
-  });
+results.watched = await page.evaluate(([sampler, decode, parity]) => new Promise((resolve) => {
+  const seen = {};
+  for (const id of [sampler, decode]) {
+    const element = elementOf(id);
+    seen[id] = [];
+    new MutationObserver(() => seen[id].push([Number(element.dataset.events), element.dataset.live, element.querySelector('.ltxg-summary').innerText]))
+      .observe(element, { attributes: true, attributeFilter: ['data-events'] });
+  }
   for (const type of ['execution_success', 'execution_error', 'execution_interrupted']) {
     app.api.addEventListener(type, ({ detail }) =>
-      resolve({ outcome: type, error: detail.exception_message ?? '', seen: structuredClone(seen) }), { once: true });
+      resolve({ outcome: type, error: detail.exception_message ?? '', sampler: seen[sampler], decode: seen[decode] }), { once: true });
   }
-  app.extensionManager.command.execute('Comfy.QueuePrompt');
-}), [sampler, decode]);
+  queueOnly(parity);
+}), [sampler, decode, parity]);
 passed('rendered');
-const parity = options.render.nodes.find((n) => n.type === 'LTXGraphTimingParity').id;
 for (const id of [sampler, decode, parity]) await settled(id);
 await looked(sampler, 'render');
 results.before = await page.evaluate(() => shown());
 results.trace = await page.evaluate(async (href) => (await fetch(href)).json(), results.before[decode].trace);
 results.saved = await page.evaluate(() => JSON.stringify(app.graph.serialize()));
+
+// Both arms in one node, and a reload in the middle
+await looked(run);
+await page.evaluate((id) => queueOnly(id), run);
+await page.waitForFunction((id) => elementOf(id)?.dataset.live === 'true' && Number(elementOf(id).dataset.events) >= 8, run);
+await looked(run, 'live');
+results.middle = (await page.evaluate(() => shown()))[run];
 await page.reload();
 await ready();
 for (const id of [sampler, decode, parity]) await settled(id);
 await looked(sampler, 'render-after-reload');
 results.after = await page.evaluate(() => shown());
-
 passed('reloaded');
-
-// Both arms in one node, and a reload in the middle
-await open(options.parity);
-const run = options.parity.nodes.find((n) => n.type === 'LTXGraphParityRun').id;
-await looked(run);
-await page.evaluate(() => app.extensionManager.command.execute('Comfy.QueuePrompt'));
-await page.waitForFunction((id) => elementOf(id)?.dataset.live === 'true' && Number(elementOf(id).dataset.events) >= 12, run);
-await looked(run, 'live');
-results.middle = (await page.evaluate(() => shown()))[run];
-await page.reload();
-await ready();
 await page.waitForFunction((id) => elementOf(id)?.querySelector('.ltxg-verdict').innerText, run, { timeout: 120_000 });
 await settled(run);
 await looked(run, 'parity');
 results.end = (await page.evaluate(() => shown()))[run];
 results.log = await page.evaluate(async (id) => (await app.api.fetchApi(`/ltxgraph/timeline/${id}`)).json(), results.end.render);
-
 passed('parity');
 
 // Hover, pin, zoom
