@@ -21,7 +21,7 @@ TEMPLATE_STAGE2_SIGMAS = (0.85, 0.7250, 0.4219, 0.0)
 # Where a res_2s schedule that ends at 0 ends instead; the prediction there is the result (section 12.5).
 RES_2S_LAST_SIGMA = 0.0011
 
-SCHEDULES = ("auto", "distilled", "distilled stage 2", "template stage 2", "dev")
+SCHEDULES = ("auto", "distilled", "distilled stage 2", "template stage 2", "dev", "dev HQ")
 SAMPLERS = ("auto", "euler", "euler_ancestral", "res_2s")
 
 
@@ -85,8 +85,12 @@ def linear_quadratic_sigmas(
     return torch.tensor([1 - c for c in complements] + [0.0], dtype=torch.float64).float()
 
 
-def resolve_schedule(schedule: str, steps: int, file_name: str) -> tuple[torch.Tensor, str]:
+def resolve_schedule(
+    schedule: str, steps: int, file_name: str, *, video_tokens: int | None = None
+) -> tuple[torch.Tensor, str]:
     """Sigmas for a schedule choice, and one sentence that says what was chosen and why.
+
+    steps: of the dev schedules. video_tokens: F*H*W of the video latent, which sets the shift of "dev HQ"; None = 4096.
 
     `auto` reads the file name, because the headers of the dev and the distilled file are identical. Raises RequestError
     when the name says neither, or for an unknown schedule.
@@ -110,10 +114,12 @@ def resolve_schedule(schedule: str, steps: int, file_name: str) -> tuple[torch.T
         return distilled_stage2_sigmas(), f"distilled stage 2 schedule, 3 steps{reason}"
     if schedule == "template stage 2":
         return template_stage2_sigmas(), f"stage 2 schedule of the official ComfyUI templates, 3 steps{reason}"
-    if schedule == "dev":
+    if schedule in ("dev", "dev HQ"):
         if steps < 1:
             raise RequestError(f"steps={steps}: the dev schedule needs at least 1 step.")
-        return dev_sigmas(steps), f"dev schedule, {steps} steps{reason}"
+        tokens = 4096 if schedule == "dev" or video_tokens is None else video_tokens
+        shift = "" if schedule == "dev" else f", shifted for {tokens} video tokens"
+        return dev_sigmas(steps, tokens=tokens), f"{schedule} schedule, {steps} steps{shift}{reason}"
     raise RequestError(f"schedule={schedule!r} is not one of {', '.join(SCHEDULES)}.")
 
 

@@ -42,9 +42,10 @@ def sampling_inputs() -> list[io.Input]:
             "schedule",
             options=list(SCHEDULES),
             default="auto",
-            tooltip="auto reads the file name: distilled or dev. Connected sigmas win.",
+            tooltip="auto reads the file name: distilled or dev. template stage 2: from 0.85, as ComfyUI's templates. dev HQ: "
+            "shifted for the latent's size. Connected sigmas win.",
         ),
-        io.Int.Input("steps", default=30, min=1, max=1000, tooltip="For the dev schedule; the distilled ones have their own."),
+        io.Int.Input("steps", default=30, min=1, max=1000, tooltip="For the dev schedules; the distilled ones have their own."),
         io.Combo.Input(
             "sampler_name",
             options=list(SAMPLERS),
@@ -200,7 +201,8 @@ def read_job(
         notes.append("negative is not used: without CFG no pass reads it")
 
     if sigmas is None:
-        sigmas, words = resolve_schedule(schedule, steps, model.name)
+        tokens = None if latent.video is None else latent.video_shape.tokens
+        sigmas, words = resolve_schedule(schedule, steps, model.name, video_tokens=tokens)
     else:
         sigmas = check_sigmas(sigmas)
         words = f"{len(sigmas) - 1} steps from the connected sigmas"

@@ -10,7 +10,7 @@ from test_guidance import prepared, sampled
 from tiny_sampling import random, tiny_request
 
 from ltx_runtime.errors import RequestError
-from ltx_runtime.schedules import RES_2S_LAST_SIGMA, dev_sigmas, resolve_sampler, sampler_steps
+from ltx_runtime.schedules import RES_2S_LAST_SIGMA, dev_sigmas, resolve_sampler, resolve_schedule, sampler_steps
 from ltx_runtime.steps import Res2sCoefficients, step_coefficients
 
 
@@ -53,6 +53,13 @@ def test_res_2s_repeats_and_follows_the_seed():
             sampled(tiny_request(sampler="res_2s", noise_convention=convention, seed=seed)).video for seed in (1, 1, 2)
         )
         assert torch.equal(first, again) and (first - other).abs().max() > 0.01
+
+
+def test_the_hq_schedule_follows_the_latent():
+    plain, hq = (resolve_schedule(name, 15, "", video_tokens=1536) for name in ("dev", "dev HQ"))
+    assert torch.equal(plain[0], dev_sigmas(15)) and torch.equal(hq[0], dev_sigmas(15, tokens=1536))
+    assert "shifted for 1536 video tokens" in hq[1] and not torch.equal(plain[0], hq[0])
+    assert torch.equal(resolve_schedule("dev HQ", 15, "")[0], dev_sigmas(15))
 
 
 def test_samplers_are_chosen_by_name():
