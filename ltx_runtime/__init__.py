@@ -2,6 +2,7 @@
 from .conditioning import audio_state, text_to_video_state
 from .duration import DurationHead, duration_frames, load_duration_head, predict_seconds
 from .errors import CaptureError, CheckpointError, LTXError, NonFiniteError, RequestError, RestartRequiredError, ShapeError
+from .guidance import Guidance, GuidanceSpec
 from .lora import LoraSpec
 from .runtime import TransformerModel, load_transformer
 from .sampler import SampleRequest, SampleResult, TextFeatures, sample
@@ -14,6 +15,8 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "DurationHead",
+    "Guidance",
+    "GuidanceSpec",
     "LTXError",
     "LatentUpsampler",
     "LoraSpec",
