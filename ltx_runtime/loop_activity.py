@@ -74,13 +74,14 @@ def measure_loop_activity(model, request: SampleRequest, *, cuda_graph: str) -> 
 
 
 def plain_activity(activity: GpuActivity) -> dict[str, Any]:
-    """`GpuActivity.attrs`, with host_to_device_bytes and device_to_host_bytes added up over all copies, and waits: how
-    often the host waited for the device (None where the profiler did not show it)."""
-    moved = {"HtoD": 0, "DtoH": 0}
+    """`GpuActivity.attrs`, with host_to_device_bytes and device_to_host_bytes added up over all copies (None as soon as
+    one copy's size is hidden, as by torch before 2.9), and waits: how often the host waited for the device (None where
+    the profiler did not show it)."""
+    moved: dict[str, int | None] = {"HtoD": 0, "DtoH": 0}
     for copy in activity.memcpys:
         if copy.kind in moved:
-            # A torch without activity metadata hides the size: count at least that something moved.
-            moved[copy.kind] += 1 if copy.bytes is None else copy.bytes
+            total = moved[copy.kind]
+            moved[copy.kind] = None if total is None or copy.bytes is None else total + copy.bytes
     waits = None if activity.host_waits is None else sum(count for _, count in activity.host_waits)
     return activity.attrs() | {
         "host_to_device_bytes": moved["HtoD"],
@@ -93,17 +94,18 @@ def judge_activity(step: dict[str, Any], loop: dict[str, Any], total: int, took_
     """Resident or not. step, loop: `plain_activity` of one step and of the whole loop of `total` steps.
 
     Resident means: no byte and no wait between the kernels of a step, nothing to the device in the whole loop, and to
-    the host only the finite flags at its edge.
+    the host only the finite flags at its edge. What nobody saw makes it "not known", unless the rest says no already.
     """
-    resident = (
-        step["host_to_device_bytes"] == 0
-        and step["device_to_host_bytes"] == 0
-        and not step["waits"]
-        and loop["host_to_device_bytes"] == 0
-        and loop["device_to_host_bytes"] <= _EDGE_BYTES_PER_STEP * total
-    )
-    if resident and step["waits"] is None:
-        resident = None  # nothing moved, but nobody saw whether the host waited
+    limits = [
+        (step["host_to_device_bytes"], 0),
+        (step["device_to_host_bytes"], 0),
+        (step["waits"], 0),
+        (loop["host_to_device_bytes"], 0),
+        (loop["device_to_host_bytes"], _EDGE_BYTES_PER_STEP * total),
+    ]
+    resident = None if any(seen is None for seen, _ in limits) else True
+    if any(seen is not None and seen > limit for seen, limit in limits):
+        resident = False
     answer = {True: "yes", False: "no", None: "not known"}[resident]
     words = (
         f"resident: {answer}: between the kernels of a step {_moved_words(step)}; "
@@ -113,9 +115,11 @@ def judge_activity(step: dict[str, Any], loop: dict[str, Any], total: int, took_
 
 
 def _moved_words(activity: dict[str, Any]) -> str:
-    waits = activity["waits"]
+    def known(count: int | None) -> str:
+        return "an unknown number of" if count is None else str(count)
+
     return (
-        f"{activity['host_to_device_bytes']} bytes to the device, "
-        f"{activity['device_to_host_bytes']} bytes to the host, "
-        f"{'an unknown number of' if waits is None else waits} waits"
+        f"{known(activity['host_to_device_bytes'])} bytes to the device, "
+        f"{known(activity['device_to_host_bytes'])} bytes to the host, "
+        f"{known(activity['waits'])} waits"
     )

@@ -41,8 +41,8 @@ a new version; a field that changes its meaning or goes makes a new one.
     renders[].residency.activity[].gpu_ms   number  union of the intervals in which the GPU worked
     renders[].residency.activity[].kernels  int
     renders[].residency.activity[].longest_gap_ms number without any work on the GPU, under the profiler
-    renders[].residency.activity[].host_to_device_bytes int
-    renders[].residency.activity[].device_to_host_bytes int
+    renders[].residency.activity[].host_to_device_bytes int?
+    renders[].residency.activity[].device_to_host_bytes int?
     renders[].residency.activity[].host_waits int?
     renders[].residency.gpu_busy{}          number? share, by phase: from the phase log where it was measured there,
                                                     else the profiler's GPU time over the unprofiled wall of the work

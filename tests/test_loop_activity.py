@@ -40,6 +40,13 @@ def test_copies_are_added_up_by_direction():
     assert activity["kernel_count"] == 1 and activity["gpu_ms"] == pytest.approx(0.003)
 
 
+def test_one_copy_of_unknown_size_makes_the_sum_unknown():
+    activity = seen(("HtoD (Pinned -> Device)", 10), ("HtoD (Pageable -> Device)", None), ("DtoH (Device -> Pinned)", 7))
+    assert (activity["host_to_device_bytes"], activity["device_to_host_bytes"]) == (None, 7)
+    words = judge_activity(activity, FLAGS, STEPS, 1.0).words
+    assert "between the kernels of a step an unknown number of bytes to the device, 7 bytes to the host, 0 waits" in words
+
+
 @pytest.mark.parametrize(
     ("step", "loop", "resident"),
     [
@@ -47,7 +54,9 @@ def test_copies_are_added_up_by_direction():
         (seen(), seen(("DtoH (Device -> Pinned)", 8 * STEPS + 1), waits=STEPS), False),
         (seen(), seen(("HtoD (Pinned -> Device)", 1)), False),
         (seen(("HtoD (Pinned -> Device)", 1)), FLAGS, False),
-        (seen(("DtoH (Device -> Pinned)", None)), FLAGS, False),
+        (seen(("DtoH (Device -> Pinned)", None)), FLAGS, None),
+        (seen(), seen(("DtoH (Device -> Pinned)", 8), ("DtoH (Device -> Pageable)", None), waits=STEPS), None),
+        (seen(("HtoD (Pageable -> Device)", None), waits=1), FLAGS, False),
         (seen(waits=1), FLAGS, False),
         (seen(host=False), FLAGS, None),
         (seen(("DtoH (Device -> Pinned)", 4), host=False), FLAGS, False),
@@ -57,7 +66,9 @@ def test_copies_are_added_up_by_direction():
         "more than the flags",
         "copied at the edge",
         "copied inside",
-        "size unknown",
+        "size unknown inside",
+        "size unknown at the edge",
+        "size unknown, waited inside",
         "waited inside",
         "waits unseen",
         "copied, waits unseen",

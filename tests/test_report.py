@@ -67,7 +67,7 @@ class Render:
     activity: LoopActivity | None = None
 
 
-def part(gpu_ms: float, to_device: int = 0, to_host: int = 0, waits: int | None = 0) -> dict:
+def part(gpu_ms: float, to_device: int | None = 0, to_host: int = 0, waits: int | None = 0) -> dict:
     """As `loop_activity.plain_activity` leaves it."""
     return {
         "gpu_ms": gpu_ms,
@@ -256,7 +256,7 @@ def with_activity(activity: LoopActivity, graph=NO_GRAPH) -> Render:
 def test_what_the_profiler_saw_is_in_the_report_as_documented():
     arms = {
         "eager": with_activity(measured(decode=part(120.0))),
-        "graphed": with_activity(measured()),
+        "graphed": with_activity(measured(None, step=part(0.001, to_device=None))),
         "repeated": rendered(),
     }
     report = json.loads(json.dumps(json_report(verdict(), arms), allow_nan=False))
@@ -275,6 +275,8 @@ def test_what_the_profiler_saw_is_in_the_report_as_documented():
         "host_waits": 8,
     }
     assert report["renders"][2]["residency"]["resident"] is None
+    assert report["renders"][1]["residency"]["activity"][0]["host_to_device_bytes"] is None
+    assert "an unknown number of bytes to the device" in as_text(report)
 
 
 @pytest.mark.parametrize(
