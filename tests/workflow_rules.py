@@ -16,6 +16,7 @@ def without_text_nodes(
 ) -> dict[str, dict]:
     """The demo rule: text nodes are replaced by LTXGraphLoadConditioning, everything else is untouched.
 
+    What hangs on a text encoder's loader otherwise (a prompt enhancer and what shows its words) goes with the loader.
     negative_name: for text nodes with "negative" in their title; none: conditioning_name for all.
     """
     replaced = {}
@@ -30,7 +31,15 @@ def without_text_nodes(
                 "_meta": {"title": "LTX Graph Load Conditioning"},
             }
         replaced[node_id] = copy.deepcopy(node)
+    while hanging := [i for i, node in replaced.items() if not _sources(node) <= set(replaced)]:
+        for node_id in hanging:
+            del replaced[node_id]
     return replaced
+
+
+def _sources(node: dict) -> set[str]:
+    """Ids of the nodes that this one is connected to."""
+    return {value[0] for value in node["inputs"].values() if isinstance(value, list)}
 
 
 def small(api: dict[str, dict]) -> dict[str, dict]:

@@ -14,7 +14,7 @@ import shutil
 import sys
 from pathlib import Path
 
-import av
+from saved_video import SavedVideo, read_video
 from server import ComfyServer, Run, install_pack, install_tiny, make_base
 
 import dev
@@ -83,22 +83,7 @@ def saved_files(base: Path, workflow: dict, run: Run, class_type: str) -> list[P
     return [base / file["type"] / file["subfolder"] / file["filename"] for file in files]
 
 
-def count_frames(video: Path) -> tuple[int, int, int]:
-    """(frames, width, height) of a video file, every frame decoded."""
-    with av.open(str(video)) as container:
-        sizes = [(frame.width, frame.height) for frame in container.decode(video=0)]
-    return (len(sizes), *sizes[0])
-
-
-def measure_sound(video: Path) -> tuple[int, int, float]:
-    """(Hz, channels, seconds) of the sound of a video file, every sample decoded."""
-    with av.open(str(video)) as container:
-        stream = container.streams.audio[0]
-        samples = sum(frame.samples for frame in container.decode(stream))
-        return stream.rate, stream.channels, samples / stream.rate
-
-
-def check_sound(video: Path, parity: dict, length: int, frame_rate: float) -> str:
+def check_sound(video: SavedVideo, parity: dict, length: int, frame_rate: float) -> str:
     """The sound as the decoder gave it and as the file holds it, in words. Raises DemoFailed."""
     latents = audio_latent_frames(length, frame_rate)
     expected = [1, 2, 480 * max(4 * latents - 3, 1)]
@@ -106,11 +91,13 @@ def check_sound(video: Path, parity: dict, length: int, frame_rate: float) -> st
     shape = next((c["shape"] for c in comparisons if c["name"] == "waveform"), None)
     if shape != expected:
         raise DemoFailed(f"the waveform has shape {shape}; {latents} audio latents should give {expected}.")
-    rate, channels, seconds = measure_sound(video)
-    if (rate, channels) != (SAMPLE_RATE, 2) or abs(seconds - length / frame_rate) > LARGEST_GAP_S:
+    if video.sound is None:
+        raise DemoFailed("the video has no sound.")
+    rate, channels, seconds = video.sample_rate, len(video.sound), video.sound_seconds
+    if (rate, channels) != (SAMPLE_RATE, 2) or abs(seconds - video.seconds) > LARGEST_GAP_S:
         raise DemoFailed(
-            f"{video} holds {seconds:.3f} s of sound at {rate} Hz in {channels} channels, expected "
-            f"{length / frame_rate:.3f} s at {SAMPLE_RATE} Hz in 2."
+            f"the video holds {seconds:.3f} s of sound at {rate} Hz in {channels} channels, expected "
+            f"{video.seconds:.3f} s at {SAMPLE_RATE} Hz in 2."
         )
     return f"{rate} Hz stereo, {expected[2]:,} samples for {latents} latents; {seconds:.3f} s in the file"
 
@@ -129,12 +116,13 @@ def text_to_video(demo: Path, server: ComfyServer, expected: str) -> None:
     workflow, run = run_workflow(server, "demo_text_to_video")
     parity = output_of(workflow, run, "LTXGraphTimingParity")
     print(parity["text"][0])
-    video = saved_files(server.base, workflow, run, "SaveVideo")[0]
-    frames, width, height = count_frames(video)
+    path = saved_files(server.base, workflow, run, "SaveVideo")[0]
+    video = read_video(path)
+    frames, (width, height) = len(video.sizes), video.sizes[0]
     wanted = next(node["inputs"] for node in workflow.values() if node["class_type"] == "LTXGraphEmptyLatent")
     if (frames, width, height) != (wanted["length"], wanted["width"], wanted["height"]):
-        raise DemoFailed(f"{video} decodes to {frames} frames of {width}x{height}, the workflow asks for {wanted}.")
-    show(demo, "video", video, f"decoded back: {frames} frames of {width}x{height}")
+        raise DemoFailed(f"{path} decodes to {frames} frames of {width}x{height}, the workflow asks for {wanted}.")
+    show(demo, "video", path, f"decoded back: {frames} frames of {width}x{height}")
     print(f"{'sound':<13} {check_sound(video, parity, wanted['length'], FRAME_RATE)}")
     for what, picture in zip(("difference", "timeline"), saved_files(server.base, workflow, run, "SaveImage")):
         show(demo, what, picture)

@@ -1,7 +1,10 @@
 """Nodes that only the server tests have: what a broken or foreign node would put on a socket."""
 
+import gc
 import json
+import os
 
+import comfy.model_management
 import torch
 from comfy.nested_tensor import NestedTensor
 
@@ -120,7 +123,80 @@ class LTXTestDescribe:
         return (json.dumps(described),)
 
 
+class LTXTestTouchFile:
+    """A video VAE whose file changes after its loader has run."""
+
+    RETURN_TYPES = ("LTXGRAPH_VIDEO_VAE",)
+    FUNCTION = "run"
+    CATEGORY = "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"video_vae": ("LTXGRAPH_VIDEO_VAE",)}}
+
+    def run(self, video_vae):
+        os.utime(video_vae.model.header.path)
+        return (video_vae,)
+
+
+class LTXTestResident:
+    """JSON: of every model of ours that holds weights, its class and whether ComfyUI could evict it."""
+
+    RETURN_TYPES = ()
+    OUTPUT_NODE = True
+    FUNCTION = "run"
+    CATEGORY = "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"call": ("INT",)}}
+
+    def run(self, call):
+        gc.collect()
+        known = [loaded.model for loaded in comfy.model_management.current_loaded_models]
+        patchers = [o for o in gc.get_objects() if type(o).__name__ == "DeviceModelPatcher"]
+        found = [
+            [type(p.model.resident).__name__, any(p is k for k in known)] for p in patchers if p.model.resident.resident
+        ]
+        return {"ui": {"text": [json.dumps(found)]}}
+
+
+class LTXVDualCFGGuider:
+    """Stands in for the core node of this name, which ComfyUI has from 0.32 on and which then wins: workflows with it can
+    be converted and validated."""
+
+    RETURN_TYPES = ("GUIDER",)
+    FUNCTION = "run"
+    CATEGORY = "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        scale = ("FLOAT", {"default": 1.0, "min": 0.0, "max": 100.0})
+        return {
+            "required": {
+                "model": ("MODEL",),
+                "positive": ("CONDITIONING",),
+                "negative": ("CONDITIONING",),
+                "video_cfg": scale,
+                "audio_cfg": scale,
+            }
+        }
+
+    def run(self, **_):
+        raise RuntimeError("this guider only stands in for the core node")
+
+
 NODE_CLASS_MAPPINGS = {
     cls.__name__: cls
-    for cls in (LTXTestRaise, LTXTestLatent, LTXTestConditioningKey, LTXTestConditioningJunk, LTXTestVideoNoise, LTXTestDescribe)
+    for cls in (
+        LTXVDualCFGGuider,
+        LTXTestRaise,
+        LTXTestLatent,
+        LTXTestConditioningKey,
+        LTXTestConditioningJunk,
+        LTXTestVideoNoise,
+        LTXTestDescribe,
+        LTXTestTouchFile,
+        LTXTestResident,
+    )
 }
