@@ -24,7 +24,7 @@ from .runtime import TransformerModel
 from .schedules import SamplerStep, check_sigmas, sampler_steps
 from .shapes import VideoLatentShape
 from .step_runner import CUDA_GRAPH_MODES, ON_CAPTURE_FAILURE, StepRunner
-from .steps import Blend, StepConstants, StepInputs, StreamInputs, StreamRule, res_2s_middle_sigma, step_coefficients
+from .steps import Blend, StepConstants, StepInputs, StreamInputs, StreamRule, step_coefficients
 from .tensor_tree import named_tensors
 from .timing import Timeline
 from .transformer.inputs import ForwardConstants, StepModulation
@@ -190,15 +190,9 @@ def prepare(
             )
             for step in plan
         ]
-        middles = [
-            torch.tensor(res_2s_middle_sigma(float(step.sigma), float(step.sigma_next)))
-            if step.sampler == "res_2s"
-            else None
-            for step in plan
-        ]
         frozen = {name: state.frozen for name, state in request.states.items()}
         modulation = _modulation(model, constants, [step.sigma for step in plan], frozen)
-        mid_modulation = _modulation(model, constants, middles, frozen)
+        mid_modulation = _modulation(model, constants, [step.sigma_mid for step in plan], frozen)
         noise_source = noise_source or _noise_source(model, request)
         start = tuple(
             None if state is None else _start_tokens(state, noise, sigmas[0].to(device), request.noise_convention)

@@ -152,6 +152,17 @@ class SamplerStep(NamedTuple):
     sigma: torch.Tensor
     sigma_next: torch.Tensor
 
+    @property
+    def sigma_mid(self) -> torch.Tensor | None:
+        """Where a res_2s step calls the model a second time; None for other steps."""
+        if self.sampler != "res_2s":
+            return None
+        return torch.tensor(res_2s_middle_sigma(float(self.sigma), float(self.sigma_next)))
+
+
+def res_2s_middle_sigma(sigma: float, sigma_next: float) -> float:
+    return math.sqrt(sigma * sigma_next)
+
 
 def sampler_steps(sampler: str, sigmas: torch.Tensor) -> list[SamplerStep]:
     """The steps that a sampler takes over checked sigmas.

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .guidance import GuidanceTerms, guide
+from .schedules import res_2s_middle_sigma
 from .transformer.inputs import ForwardConstants, StepModulation
 from .transformer.model import LTXTransformer
 
@@ -364,10 +365,6 @@ def runge_kutta_coefficients(sigma: float, sigma_next: float) -> tuple[float, fl
     h = math.log(sigma / sigma_next)
     second = 2 * (math.expm1(-h) + h) / h**2
     return h, math.expm1(-h / 2) / -h, math.expm1(-h) / -h - second, second
-
-
-def res_2s_middle_sigma(sigma: float, sigma_next: float) -> float:
-    return math.sqrt(sigma * sigma_next)
 
 
 def sde_coefficients(
