@@ -12,6 +12,14 @@ DYNAMIC_COMBO = "COMFY_DYNAMICCOMBO"
 CORE_VERSION, PACK_VERSION = "0.30.0", "0.1.0"
 TITLE_HEIGHT = 30
 GAP = 60
+# What web/js/timeline_widget.js adds to a node, and the pictures that parity nodes show below it.
+TIMELINE, PICTURES = 194, 216
+SHOWN_HEIGHT = {
+    "LTXGraphSampler": TIMELINE,
+    "LTXGraphVideoDecode": TIMELINE,
+    "LTXGraphTimingParity": TIMELINE + PICTURES,
+    "LTXGraphParityRun": TIMELINE + PICTURES,
+}
 HUGGING_FACE = "https://huggingface.co/Lightricks/LTX-2.5/resolve/main"
 
 Link = tuple[int, int]  # node id, output slot
@@ -72,7 +80,8 @@ class Canvas:
         if title:
             node["title"] = title
         rows = max(len(sockets), len(outputs))
-        node_id = self._place(node, node_height or max(60, 20 * rows + 24 * len(values) + 14), {}, id)
+        height = max(60, 20 * rows + 24 * len(values) + 14) + SHOWN_HEIGHT.get(class_type, 0)
+        node_id = self._place(node, node_height or height, {}, id)
         for index, socket in enumerate(sockets + widgets):
             if isinstance(inputs.get(socket["name"]), tuple):
                 self._connect(inputs[socket["name"]], node_id, index)

@@ -183,7 +183,7 @@ def comparison(canvas: Canvas, *, demo: bool) -> None:
         latent = canvas.add("LTXGraphEmptyLatent", **size, with_audio=True, frame_rate=rate)
         both = conditioning(canvas, text, rate)
     arms = []
-    for title, switch, colour, top in (("CUDA graph", "on", GREEN, 0), ("Eager", "off", GREY, 700)):
+    for title, switch, colour, top in (("CUDA graph", "on", GREEN, 0), ("Eager", "off", GREY, 760)):
         with canvas.group(title, colour):
             canvas.column(980, 360, top)
             render = canvas.add(
@@ -216,7 +216,7 @@ def comparison(canvas: Canvas, *, demo: bool) -> None:
                 save_video(canvas, "video", (frames, 0), (sound, 0), rate)
     (frames_b, sound_b), (frames_a, sound_a) = arms
     with canvas.group("Compare", VIOLET):
-        canvas.column(1820, 380, 700)
+        canvas.column(1820, 380, 760)
         parity = canvas.add(
             "LTXGraphTimingParity",
             frames_a=(frames_a, 0),
@@ -226,7 +226,7 @@ def comparison(canvas: Canvas, *, demo: bool) -> None:
             report_a=(sound_a, 1),
             report_b=(sound_b, 1),
         )
-        shown(canvas, parity, 2260, 700)
+        shown(canvas, parity, 2260, 760)
 
 
 def shown(canvas: Canvas, parity: int, x: int, y: int) -> None:
