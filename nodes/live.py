@@ -1,4 +1,4 @@
-"""The timeline widget's sources: what a node sends while it runs, its `ui` entry, and the log of a render on request."""
+"""The timeline widget's sources: what a node sends while it runs, its `ui` entry, the log of a render on request."""
 from __future__ import annotations
 
 import asyncio
