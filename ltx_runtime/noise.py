@@ -5,6 +5,8 @@ Source: transformer.md sections 12.4 and 12.5 (reference), comfyui.md section 2.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from .conditioning import TokenState
@@ -15,6 +17,8 @@ from .patchify import patchify_audio, patchify_video
 ANCESTRAL_SEED_OFFSET = 10000
 # The reference's res_2s draws from generators with these seeds, whatever the render's own.
 SDE_STEP_SEED, SDE_MIDDLE_SEED = -1, 9999
+
+_SEEDS = 2**64  # torch takes no larger seed: derived ones start over
 
 Pair = tuple[torch.Tensor | None, torch.Tensor | None]
 NOISE_CONVENTIONS = ("comfyui", "reference")
@@ -29,7 +33,7 @@ class ReferenceNoise:
     def __init__(self, seed: int, device: torch.device, dtype: torch.dtype):
         self.latent_dtype = dtype
         self._initial = torch.Generator(device).manual_seed(seed)
-        self._ancestral = torch.Generator(device).manual_seed(seed + ANCESTRAL_SEED_OFFSET)
+        self._ancestral_seed = (seed + ANCESTRAL_SEED_OFFSET) % _SEEDS
 
     def initial(self, video: TokenState | None, audio: TokenState | None) -> Pair:
         """Start noise, video drawn before audio."""
@@ -38,6 +42,10 @@ class ReferenceNoise:
     def step(self, video: TokenState | None, audio: TokenState | None) -> Pair:
         """Noise of one ancestral step, video drawn before audio."""
         return self._draw(self._ancestral, video), self._draw(self._ancestral, audio)
+
+    @functools.cached_property
+    def _ancestral(self) -> torch.Generator:
+        return torch.Generator(self._initial.device).manual_seed(self._ancestral_seed)
 
     def _draw(self, generator: torch.Generator, state: TokenState | None) -> torch.Tensor | None:
         if state is None:
@@ -79,7 +87,6 @@ class ComfyNoise:
         self._seed = seed
         self._device = device
         self._start = start
-        self._ancestral = torch.Generator(device).manual_seed(seed + (1 if device.type == "cpu" else 0))
 
     def initial(self, video: TokenState | None, audio: TokenState | None) -> Pair:
         states = (video, audio)
@@ -100,6 +107,11 @@ class ComfyNoise:
         return self._tokens(
             [None if shape is None else part.reshape(shape) for part, shape in zip(parts, shapes)], states
         )
+
+    @functools.cached_property
+    def _ancestral(self) -> torch.Generator:
+        seed = self._seed + (1 if self._device.type == "cpu" else 0)
+        return torch.Generator(self._device).manual_seed(seed % _SEEDS)
 
     def _tokens(self, latents, states) -> Pair:
         patchify = (patchify_video, patchify_audio)
