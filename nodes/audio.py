@@ -49,8 +49,8 @@ class LTXGraphAudioVAELoader(io.ComfyNode):
         return file_verdict(vae_name, _FOLDERS, _FILE, _COMPONENT)
 
     @classmethod
-    def fingerprint_inputs(cls, vae_name: str):
-        return host.file_state(host.find_model(vae_name, *_FOLDERS, published=_FILE))
+    def fingerprint_inputs(cls, vae_name: str | None = None):
+        return host.model_state(vae_name, _FOLDERS, _FILE)
 
     @classmethod
     def execute(cls, vae_name: str) -> io.NodeOutput:

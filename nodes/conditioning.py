@@ -156,8 +156,8 @@ class LTXGraphLoadConditioning(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, conditioning_name: str):
-        return host.file_state(host.conditioning_path(conditioning_name))
+    def fingerprint_inputs(cls, conditioning_name: str | None = None):
+        return None if conditioning_name is None else host.file_state(host.conditioning_path(conditioning_name))
 
     @classmethod
     def execute(cls, conditioning_name: str) -> io.NodeOutput:

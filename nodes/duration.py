@@ -60,8 +60,8 @@ class LTXGraphDuration(io.ComfyNode):
         return file_verdict(duration_head, _FOLDERS, _FILE, _COMPONENT)
 
     @classmethod
-    def fingerprint_inputs(cls, duration_head: str, **_inputs):
-        return host.file_state(host.find_model(duration_head, *_FOLDERS, published=_FILE))
+    def fingerprint_inputs(cls, duration_head: str | None = None, **_inputs):
+        return host.model_state(duration_head, _FOLDERS, _FILE)
 
     @classmethod
     def execute(

@@ -99,6 +99,11 @@ def file_state(path: Path) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
+def model_state(name: str | None, kinds: tuple[str, ...], published: str) -> tuple[int, int] | None:
+    """What a loader's fingerprint is: file_state of its file, None while another node still has to name it."""
+    return None if name is None else file_state(find_model(name, *kinds, published=published))
+
+
 def conditioning_names() -> list[str]:
     """Conditioning files a user can load: those in input/ by name, those in output/ltxgraph/conditioning marked as such."""
     given = sorted(p.name for p in _input_folder().glob("*.safetensors"))

@@ -104,8 +104,8 @@ class LTXGraphModelLoader(io.ComfyNode):
         return file_verdict(unet_name, _MODEL_FOLDERS, _MODEL_FILE, "transformer")
 
     @classmethod
-    def fingerprint_inputs(cls, unet_name: str, **_):
-        return host.file_state(host.find_model(unet_name, *_MODEL_FOLDERS, published=_MODEL_FILE))
+    def fingerprint_inputs(cls, unet_name: str | None = None, **_):
+        return host.model_state(unet_name, _MODEL_FOLDERS, _MODEL_FILE)
 
     @classmethod
     def execute(cls, unet_name: str, lora: tuple[LoraSpec, ...] = ()) -> io.NodeOutput:
@@ -151,8 +151,8 @@ class LTXGraphVideoVAELoader(io.ComfyNode):
         return file_verdict(vae_name, _VAE_FOLDERS, _VAE_FILE, "video_vae_conv")
 
     @classmethod
-    def fingerprint_inputs(cls, vae_name: str):
-        return host.file_state(host.find_model(vae_name, *_VAE_FOLDERS, published=_VAE_FILE))
+    def fingerprint_inputs(cls, vae_name: str | None = None):
+        return host.model_state(vae_name, _VAE_FOLDERS, _VAE_FILE)
 
     @classmethod
     def execute(cls, vae_name: str) -> io.NodeOutput:

@@ -65,7 +65,7 @@ class LTXGraphLoRA(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, lora_name: str | None = None, **_: Any) -> Any:
-        return None if lora_name is None else host.file_state(host.find_model(lora_name, _FOLDER, published=_FILE))
+        return host.model_state(lora_name, (_FOLDER,), _FILE)
 
     @classmethod
     def execute(cls, lora_name: str, strength_model: float, lora: tuple[LoraSpec, ...] = ()) -> io.NodeOutput:

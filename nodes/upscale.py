@@ -46,8 +46,8 @@ class LTXGraphUpscalerLoader(io.ComfyNode):
         return file_verdict(model_name, _FOLDERS, _FILE, _COMPONENT)
 
     @classmethod
-    def fingerprint_inputs(cls, model_name: str):
-        return host.file_state(host.find_model(model_name, *_FOLDERS, published=_FILE))
+    def fingerprint_inputs(cls, model_name: str | None = None):
+        return host.model_state(model_name, _FOLDERS, _FILE)
 
     @classmethod
     def execute(cls, model_name: str) -> io.NodeOutput:

@@ -75,6 +75,15 @@ def test_only_host_touches_comfyui_services(path):
         assert "import_module" not in path.read_text(encoding="utf-8") or path.name == "__init__.py"
 
 
+@pytest.mark.parametrize("path", sources(), ids=lambda path: path.name)
+def test_what_comfyui_asks_before_a_prompt_runs_takes_missing_inputs(path):
+    """ComfyUI leaves out the inputs that are linked to another node."""
+    for method in (n for n in ast.walk(sources()[path]) if isinstance(n, ast.FunctionDef)):
+        if method.name in ("fingerprint_inputs", "validate_inputs"):
+            given = [argument.arg for argument in method.args.args[1:]]
+            assert len(method.args.defaults) == len(given), f"{path.name}:{method.lineno} {method.name} needs {given}"
+
+
 def test_each_workflow_has_its_twin():
     names = [path.name for path in WORKFLOWS]
     assert names == sorted(path.name for path in (ROOT / "workflows" / "api").glob("*.json"))
