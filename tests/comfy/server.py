@@ -30,6 +30,7 @@ PACK_NAME = "ComfyUI-LTXGraph"
 # Not part of the pack as it is published (.comfyignore), so no server test may come to lean on it.
 NEVER_PUBLISHED = (".git", ".venv", ".cache", ".demo", "node_modules", "__pycache__")
 DEV_TRANSFORMER_FILE = "ltx-2.5-22b-dev-transformer-bf16.safetensors"
+SILENCE_S = 5
 FINAL_EVENTS = ("execution_success", "execution_error", "execution_interrupted")
 
 
@@ -157,14 +158,14 @@ class ComfyServer:
     """A ComfyUI process. Use as a context manager, or call start() and stop().
 
     base: directory with models/, input/, output/, custom_nodes/, user/ (make_base makes it). The log is written to
-    base/comfyui.log. cpu=False leaves the device to ComfyUI.
+    base/comfyui-PORT.log, so several may share a base. cpu=False leaves the device to ComfyUI.
     """
 
     def __init__(
         self, base: Path, comfyui: Path, *, overlay: Path | None = None, cpu: bool = True, arguments: Sequence[str] = ()
     ):
         self.base = base
-        self.log_path = base / "comfyui.log"
+        self.log_path = base / "comfyui.log"  # until the port is known
         self._comfyui = comfyui
         self._environment = comfyui_environment(overlay)
         if cpu:
@@ -207,6 +208,7 @@ class ComfyServer:
 
     def _launch(self) -> None:
         self.port = free_port()
+        self.log_path = self.base / f"comfyui-{self.port}.log"
         command = [
             sys.executable,
             "main.py",
@@ -249,8 +251,15 @@ class ComfyServer:
     def _failure(self, what: str) -> ServerError:
         return ServerError("\n".join([f"{what}. Log {self.log_path}:", *self.log().splitlines()[-40:]]))
 
+    def check_health(self) -> None:
+        """Raise ServerError when the process or its prompt worker is gone; a prompt would then wait for ever."""
+        if self._process is None or self._process.poll() is not None:
+            raise self._failure("ComfyUI is not running")
+        if "Exception in thread" in self.log():
+            raise self._failure("a thread of ComfyUI died")
+
     def client(self) -> ComfyClient:
-        return ComfyClient(self.url)
+        return ComfyClient(self.url, self.check_health)
 
     def stop(self) -> None:
         if self._process is None:
@@ -265,10 +274,14 @@ class ComfyServer:
 
 
 class ComfyClient:
-    """The calls of ComfyUI's HTTP API that a headless user makes."""
+    """The calls of ComfyUI's HTTP API that a headless user makes.
 
-    def __init__(self, url: str):
+    check_health: asked while a prompt gives no sign of life; raises when it never will.
+    """
+
+    def __init__(self, url: str, check_health: Callable[[], None] = lambda: None):
         self.url = url
+        self._check_health = check_health
         self._client_id = uuid.uuid4().hex
         # A proxy in the environment must not see loopback requests.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -328,20 +341,24 @@ class ComfyClient:
         socket_url = f"{self.url}/ws?clientId={self._client_id}"
         async with aiohttp.ClientSession() as session, session.ws_connect(socket_url, max_msg_size=0) as websocket:
             run = Run(await asyncio.to_thread(self.queue, prompt, extra_data))
-            async for message in websocket:
+            while not run.events or run.events[-1]["type"] not in FINAL_EVENTS:
+                try:
+                    message = await websocket.receive(timeout=SILENCE_S)
+                except asyncio.TimeoutError:
+                    self._check_health()
+                    continue
                 if message.type == aiohttp.WSMsgType.BINARY:
                     run.previews.append(message.data)
                     continue
+                if message.type != aiohttp.WSMsgType.TEXT:
+                    self._check_health()
+                    raise ConnectionError(f"ComfyUI closed the websocket while prompt {run.prompt_id} ran")
                 event = json.loads(message.data)
                 if event["data"].get("prompt_id") != run.prompt_id:
                     continue
                 run.events.append(event)
                 if on_event:
                     await asyncio.to_thread(on_event, event)
-                if event["type"] in FINAL_EVENTS:
-                    break
-            else:
-                raise ConnectionError(f"ComfyUI closed the websocket while prompt {run.prompt_id} ran")
         # The entry may appear a moment after the final event.
         while not run.history:
             run.history = self.get(f"/history/{run.prompt_id}").get(run.prompt_id, {})
