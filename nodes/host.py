@@ -315,9 +315,24 @@ def make_resident(models: Sequence[DeviceModel], timeline: Timeline, activation_
         load(patchers, memory_required=activation_bytes)
         for model in models:
             model.after_load(activation_bytes)
+    except BaseException:
+        _hand_back(patchers, load)
+        raise
     finally:
         for patcher in patchers:
             patcher.timeline = None
+
+
+def _hand_back(patchers: Sequence[Any], load: Callable[[list], None]) -> None:
+    """Have ComfyUI know the resident ones again, after a load_models_gpu that failed: it takes all off its list before it
+    loads the first, and could then never evict them."""
+    for patcher in patchers:
+        if patcher.model.resident.resident:
+            try:
+                load([patcher])
+            except BaseException as error:  # noqa: BLE001 - nobody could free the weights; the caller raises the first error
+                logger.warning("%s: ComfyUI does not take it back (%s); evicted", type(patcher.model.resident).__name__, error)
+                patcher.detach()
 
 
 # Progress, previews, cancelling
