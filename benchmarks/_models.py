@@ -4,6 +4,7 @@ output."""
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import platform
 import statistics
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 from full_size import RandomTransformer, RandomVideoVAE, environment
+
 from ltx_runtime.conditioning import audio_state, text_to_video_state
 from ltx_runtime.runtime import TransformerModel, load_transformer
 from ltx_runtime.sampler import SampleRequest, TextFeatures
@@ -46,13 +48,14 @@ def open_models(tiny: bool) -> Models:
     """Both models, resident. Full size needs CUDA."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if tiny:
-        with tempfile.TemporaryDirectory() as folder:
-            files = write_tiny_checkpoints(Path(folder))
-            return Models(
-                load_transformer(files["transformer"], device=device),
-                load_video_vae(files["video_vae"], device=device),
-                device,
-            )
+        folder = tempfile.TemporaryDirectory()
+        atexit.register(folder.cleanup)  # weights that were evicted are read again
+        files = write_tiny_checkpoints(Path(folder.name))
+        return Models(
+            load_transformer(files["transformer"], device=device),
+            load_video_vae(files["video_vae"], device=device),
+            device,
+        )
     if device.type != "cuda":
         raise SystemExit("full-size models need CUDA; --tiny runs on the CPU.")
     models = Models(RandomTransformer(device), RandomVideoVAE(device), device)

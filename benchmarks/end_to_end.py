@@ -13,6 +13,7 @@ import time
 
 import torch
 from full_size import SIZES, RandomTransformer, RandomVideoVAE, environment, request
+
 from ltx_runtime.parity_run import run_parity
 from ltx_runtime.sampler import sample
 from ltx_runtime.timing import Timeline
@@ -20,11 +21,12 @@ from ltx_runtime.timing import Timeline
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("sizes", nargs="*", metavar="S0|S1|S2", help="all by default")
     parser.add_argument("--replays", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--json", help="write the full numbers here")
     arguments = parser.parse_args()
+    arguments.sizes = arguments.sizes or list(SIZES)
     device = torch.device("cuda", 0)
     model, vae = RandomTransformer(device), RandomVideoVAE(device)
     model.ensure_resident()

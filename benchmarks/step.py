@@ -13,6 +13,7 @@ import time
 
 import torch
 from full_size import SIZES, RandomTransformer, environment, request
+
 from ltx_runtime.gpu_activity import measure_gpu_busy
 from ltx_runtime.gpu_time import gpu_time_behind_delay
 from ltx_runtime.sampler import prepare, sample
@@ -23,9 +24,10 @@ from ltx_runtime.timing import Timeline
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("sizes", nargs="*", metavar="S0|S1|S2", help="all by default")
     parser.add_argument("--json", help="write the full numbers here")
     arguments = parser.parse_args()
+    arguments.sizes = arguments.sizes or list(SIZES)
     device = torch.device("cuda", 0)
     model = RandomTransformer(device)
     model.ensure_resident()

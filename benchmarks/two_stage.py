@@ -24,6 +24,7 @@ from full_size import (
     environment,
     request,
 )
+
 from ltx_runtime.conditioning import audio_state, replace_frame, text_to_video_state
 from ltx_runtime.sampler import sample
 from ltx_runtime.schedules import distilled_stage2_sigmas
@@ -44,10 +45,11 @@ class Models:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kinds", nargs="*", default=["t2v", "i2v"], choices=["t2v", "i2v"])
+    parser.add_argument("kinds", nargs="*", metavar="t2v|i2v", help="both by default")
     parser.add_argument("--replays", type=int, default=3)
     parser.add_argument("--json", help="write the full numbers here")
     arguments = parser.parse_args()
+    arguments.kinds = arguments.kinds or ["t2v", "i2v"]
     models = Models(torch.device("cuda", 0))
     rows = []
     for kind in arguments.kinds:

@@ -31,9 +31,8 @@ from .tensor_tree import map_tensors, named_tensors, static_values
 Phase = Callable[[str], contextlib.AbstractContextManager]
 
 # A process whose allocator was left invalid under cudaMallocAsync can't capture again, whoever asks: this is a fact about
-# the process, hence module level. The second list keeps alive what the async allocator must never see freed.
+# the process, hence module level.
 _no_more_captures: str | None = None
-_kept_for_ever: list[Any] = []
 
 
 @dataclass(frozen=True)
@@ -278,6 +277,11 @@ class GraphCache:
         return_graph_memory(self.device)
 
 
+def _keep_for_ever(remains: Any) -> None:
+    """What the async allocator must never see freed, not even while the interpreter shuts down: it would abort the process."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(remains))
+
+
 def unavailable_reason(device: torch.device) -> str | None:
     """Why graphs can't be used on this device at all, or None."""
     if device.type != "cuda":
@@ -413,7 +417,7 @@ def _discard_closed_capture(graph, error, outputs, device) -> None:
         graph.replay()
         torch.cuda.synchronize(device)
     except RuntimeError as replay_error:
-        _kept_for_ever.append((graph, error, outputs, replay_error))
+        _keep_for_ever((graph, error, outputs, replay_error))
         return
     _clear_frames(error)
     del outputs
@@ -431,11 +435,11 @@ def _discard_invalidated_capture(graph, pool, remains, stream, device) -> None:
         torch._C._cuda_releasePool(index, pool)
     except (AttributeError, RuntimeError) as cleanup_error:
         _no_more_captures = f"an earlier capture left the allocator in a state that could not be repaired ({cleanup_error})"
-        _kept_for_ever.append((graph, remains))
+        _keep_for_ever((graph, remains))
         return
     if allocator_backend() == "cudaMallocAsync":
         # They hold tensors the allocator must never see freed, and later captures fail every second time.
-        _kept_for_ever.append(remains)
+        _keep_for_ever(remains)
         _no_more_captures = (
             "an earlier capture was invalidated under cudaMallocAsync, so no further capture is made in this process; "
             "restart ComfyUI to capture again (--disable-cuda-malloc is the safer setting)"
@@ -466,7 +470,7 @@ def _first_replay(graph, outputs, device):
         graph.replay()
         torch.cuda.synchronize(device)
     except RuntimeError as error:
-        _kept_for_ever.append((graph, outputs, error))
+        _keep_for_ever((graph, outputs, error))
         _check_health(device)
         raise CaptureError(f"the first replay failed: {str(error).splitlines()[0]}. The render goes on eager.") from None
     return outputs

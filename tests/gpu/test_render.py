@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from rendering import tiny_request, tiny_transformer, tiny_video_vae
 
 from ltx_runtime import cuda_graph
 from ltx_runtime.errors import CaptureError, NonFiniteError
@@ -13,7 +14,6 @@ from ltx_runtime.parity_run import run_parity
 from ltx_runtime.sampler import sample
 from ltx_runtime.timing import Timeline
 from ltx_runtime.warm_up import warm_up
-from rendering import tiny_request, tiny_transformer, tiny_video_vae
 
 
 @pytest.fixture(scope="module")
