@@ -28,7 +28,7 @@ _GROUPS = 32
 # Tensors of the enlarged grid alive at once: the stream, input and output of a convolution, each also as the
 # channels-last copy that cuDNN works on, and a norm's result.
 _ALIVE = 6
-_WORKSPACE_BYTES = 32 << 20  # cuDNN's, on an H200
+CUDNN_WORKSPACE_BYTES = 32 << 20  # cuDNN's, on an H200
 
 
 def _conv(in_channels: int, out_channels: int) -> nn.Conv3d:
@@ -136,7 +136,7 @@ class LatentUpsampler(ResidentModule):
         item_bytes = self.dtype.itemsize if self.dtype else weight.num_bytes // weight.num_elements
         # Clips of a batch run one after the other; the dropped first frame of a temporal x2 is made all the same.
         frames = shape.frames + (0 if self.config.spatial else 1)
-        return _ALIVE * self.config.mid_channels * frames * shape.height * shape.width * item_bytes + _WORKSPACE_BYTES
+        return _ALIVE * self.config.mid_channels * frames * shape.height * shape.width * item_bytes + CUDNN_WORKSPACE_BYTES
 
     def compute(self, latent: Tensor, statistics: PerChannelStatistics) -> Tensor:
         """The device work of upscale, without host sync: capturable. latent: on the weights' device."""
