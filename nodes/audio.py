@@ -13,7 +13,7 @@ from ..ltx_runtime.errors import RequestError, ShapeError
 from ..ltx_runtime.shapes import AUDIO_LATENTS_PER_SECOND, VideoLatentShape, audio_latent_frames
 from . import host, live
 from .decode import video_part
-from .latents import read_latent
+from .latents import check_generations, made_by, read_latent
 from .load import checked_file, file_verdict
 from .sample import Report
 
@@ -81,6 +81,7 @@ class LTXGraphAudioDecode(io.ComfyNode):
     @classmethod
     def execute(cls, audio_vae: host.DeviceModel, samples, report=None) -> io.NodeOutput:
         latent = audio_part(samples, "samples")
+        check_generations(audio_vae, latent=read_latent(samples, "samples"))
         vae: AudioVAEModel = audio_vae.model
         activation_bytes = vae.decode_bytes(latent.shape)
         with host.stay(report, "LTXGraphAudioDecode", [audio_vae]) as timeline:
@@ -167,7 +168,8 @@ class LTXGraphAudioEncode(io.ComfyNode):
                 latent = host.to_intermediate(latent)
         settings = {"audio_vae": audio_vae.name, "encoded_audio_latent": list(latent.shape)}
         report = host.extend(report, timeline, settings=settings, notes=notes)
-        return io.NodeOutput({"samples": latent, "type": "audio"}, report, ui=live.shown({"": report}))
+        encoded = made_by({"samples": latent, "type": "audio"}, audio_vae)
+        return io.NodeOutput(encoded, report, ui=live.shown({"": report}))
 
 
 def audio_part(samples, name: str) -> Tensor:

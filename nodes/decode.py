@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..ltx_runtime.errors import RequestError
 from . import host, live
-from .latents import read_latent
+from .latents import check_generations, read_latent
 from .load import VideoVAE
 from .sample import Report
 
@@ -40,6 +40,7 @@ class LTXGraphVideoDecode(io.ComfyNode):
     @classmethod
     def execute(cls, video_vae: host.DeviceModel, samples, temporal_size: int = 0, report=None) -> io.NodeOutput:
         latent = video_part(samples, "samples")
+        check_generations(video_vae, latent=read_latent(samples, "samples"))
         vae = video_vae.model
         # The smallest plan is asked for: a stream gives the same picture, so no other model is evicted for a larger one.
         smallest = vae.plan(latent.shape, free_bytes=0)

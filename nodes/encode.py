@@ -13,6 +13,7 @@ from ..ltx_runtime.shapes import SPACE_FACTOR, TIME_FACTOR, check_pixel_size
 from ..ltx_runtime.timing import Timeline
 from ..ltx_runtime.video_vae import VideoEncoder
 from . import host, live
+from .latents import made_by
 from .load import VideoVAE, VideoVAEDevice
 from .sample import Report
 
@@ -105,7 +106,8 @@ class LTXGraphVideoEncode(io.ComfyNode):
             overlap=overlap,
         )
         report = host.extend(report, encoded.timeline, settings=encoded.settings, notes=encoded.notes)
-        return io.NodeOutput({"samples": encoded.latent}, report, ui=live.shown({"": report}))
+        latent = made_by({"samples": encoded.latent}, video_vae)
+        return io.NodeOutput(latent, report, ui=live.shown({"": report}))
 
 
 @dataclass(frozen=True)

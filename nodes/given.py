@@ -13,7 +13,7 @@ from ..ltx_runtime.errors import RequestError
 from ..ltx_runtime.shapes import SPACE_FACTOR, TIME_FACTOR
 from . import host, live
 from .encode import encode_images
-from .latents import LatentParts, noise_masks, read_latent
+from .latents import LatentParts, check_generations, made_by, noise_masks, read_latent
 from .load import VideoVAE, VideoVAEDevice
 from .sample import Report
 
@@ -58,6 +58,7 @@ class LTXGraphImageToVideo(io.ComfyNode):
         parts = read_latent(latent, "latent")
         if parts.video is None:
             raise RequestError("latent: this latent holds sound and no video. Connect the latent of a video.")
+        check_generations(video_vae, latent=parts)
         _, _, frames, height, width = parts.video.shape
         longest = (frames - 1) * TIME_FACTOR + 1
         notes = []
@@ -79,7 +80,8 @@ class LTXGraphImageToVideo(io.ComfyNode):
         masks["video"][:, :, :given] = 1 - strength
         settings = {"given_frames": (given - 1) * TIME_FACTOR + 1, "given_strength": strength}
         report = host.extend(report, encoded.timeline, settings=encoded.settings | settings, notes=encoded.notes)
-        return io.NodeOutput(with_masks(parts, video, masks), report, ui=live.shown({"": report}))
+        given_latent = made_by(with_masks(parts, video, masks), video_vae)
+        return io.NodeOutput(given_latent, report, ui=live.shown({"": report}))
 
 
 class LTXGraphTemporalRegion(io.ComfyNode):

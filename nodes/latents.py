@@ -22,6 +22,9 @@ from ..ltx_runtime.shapes import (
 )
 from . import host
 
+# (file name, its LTX version) in a LATENT that one of our nodes made.
+_MADE_BY = "ltxgraph_made_by"
+
 
 class LTXGraphEmptyLatent(io.ComfyNode):
     @classmethod
@@ -132,6 +135,34 @@ def read_latent(latent: Any, name: str) -> LatentParts:
     if (latent.get("type") == "audio" and samples.ndim != 5) or _looks_like_audio(samples):
         return LatentParts(None, _check_audio(samples, name), latent)
     return LatentParts(_check_video(samples, name), None, latent)
+
+
+def made_by(latent: dict[str, Any], model: host.DeviceModel) -> dict[str, Any]:
+    """The LATENT with a mark of the file whose latent space it belongs to. Native nodes that copy a LATENT keep it."""
+    version = _version(model)
+    return latent if version is None else latent | {_MADE_BY: (model.name, version)}
+
+
+def check_generations(*models: host.DeviceModel, latent: LatentParts | None = None) -> None:
+    """Raise RequestError, naming both files, when they are of two generations of LTX; one that names none fits all.
+
+    latent: what one of our nodes made is as the file that made it.
+    """
+    found = [(model.name, _version(model)) for model in models]
+    if latent is not None and latent.source.get(_MADE_BY):
+        found.insert(0, latent.source[_MADE_BY])
+    known = [(name, version) for name, version in found if version is not None]
+    for name, version in known[1:]:
+        first, first_version = known[0]
+        if version.split(".")[:2] != first_version.split(".")[:2]:
+            raise RequestError(
+                f"{first} is of LTX {first_version}, {name} of LTX {version}. Two generations don't go together: choose "
+                f"the files of one."
+            )
+
+
+def _version(model: host.DeviceModel) -> str | None:
+    return getattr(model.model.config, "model_version", None)
 
 
 def _looks_like_audio(samples: torch.Tensor) -> bool:

@@ -15,10 +15,11 @@ from ..ltx_runtime.noise import NOISE_CONVENTIONS
 from ..ltx_runtime.request import check_request
 from ..ltx_runtime.sampler import SampleRequest, SampleResult, sample
 from ..ltx_runtime.schedules import SAMPLERS, SCHEDULES, check_sigmas, resolve_sampler, resolve_schedule
+from ..ltx_runtime.step_runner import check_graphs_allowed
 from . import host, live
 from .conditioning import check_same_guides, read_conditioning
 from .guidance import GuidanceSocket
-from .latents import LatentParts, noise_masks, read_latent
+from .latents import LatentParts, check_generations, made_by, noise_masks, read_latent
 from .load import Model
 
 Report = io.Custom("LTXGRAPH_REPORT")
@@ -119,6 +120,9 @@ class LTXGraphSampler(io.ComfyNode):
     def execute(cls, model: host.DeviceModel, cuda_graph: str, on_capture_failure: str, report=None, **inputs) -> io.NodeOutput:
         job = read_job(model, **inputs)
         refused = cuda_graphs_refused()
+        check_graphs_allowed(
+            model.model.device, cuda_graph=cuda_graph, on_capture_failure=on_capture_failure, refused=refused
+        )
         with host.stay(report, "LTXGraphSampler", [model]) as timeline:
             for note in job.notes:
                 timeline.note("prepare.constants", note)
@@ -137,7 +141,7 @@ class LTXGraphSampler(io.ComfyNode):
             )
             with timeline.phase("transfer.to_host"):
                 parts = [None if part is None else host.to_intermediate(part) for part in sampled_parts(result)]
-        latent = job.latent.replaced(*parts)
+        latent = made_by(job.latent.replaced(*parts), model)
         notes = (*job.notes, *result.notes)
         report = host.extend(report, timeline, settings=job.settings, notes=notes, graph=result.graph)
         return io.NodeOutput(latent, report, ui=live.shown({"": report}))
@@ -191,6 +195,7 @@ def read_job(
     """Translate sockets. Raises RequestError or ShapeError, naming the input, before any weight is read."""
     config = model.model.config
     latent = read_latent(latent_image, "latent_image")
+    check_generations(model, latent=latent)
     prompt = read_conditioning(positive, "positive", config)
     notes = [*model.notes, *prompt.notes]
     other = None

@@ -10,7 +10,7 @@ from ..ltx_runtime.checkpoint import read_header
 from ..ltx_runtime.upsampler import LatentUpsampler
 from . import host, live
 from .decode import video_part
-from .latents import LatentParts, read_latent
+from .latents import LatentParts, check_generations, read_latent
 from .load import VideoVAE, checked_file, file_verdict
 from .sample import Report
 
@@ -84,6 +84,7 @@ class LTXGraphLatentUpscale(io.ComfyNode):
         cls, samples, upscale_model: host.DeviceModel, video_vae: host.DeviceModel, report=None
     ) -> io.NodeOutput:
         video = video_part(samples, "samples")
+        check_generations(upscale_model, video_vae, latent=read_latent(samples, "samples"))
         upscaler: LatentUpsampler = upscale_model.model
         activation_bytes = upscaler.activation_bytes(video.shape)
         with host.stay(report, "LTXGraphLatentUpscale", [upscale_model]) as timeline:

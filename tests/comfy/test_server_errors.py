@@ -9,13 +9,19 @@ import numpy as np
 import prompts
 import pytest
 import torch
+from PIL import Image
 from prompts import TRANSFORMER, VIDEO_VAE, node
 from safetensors import safe_open
 from safetensors.torch import save_file
 from server import PromptRefused
 
 from ltx_runtime.conditioning_file import save_conditioning
-from ltx_runtime.tiny import write_tiny_checkpoints
+from ltx_runtime.tiny import (
+    AUDIO_VAE_FILE,
+    SPATIAL_UPSCALER_FILE,
+    write_tiny_checkpoints,
+    write_tiny_transformer,
+)
 
 
 def sampled(**latent_or_sampler) -> dict:
@@ -202,10 +208,78 @@ def test_noise_without_sound_for_a_latent_with_sound(client):
     assert "noise" in text and "RandomNoise" in text
 
 
-def test_sigmas_that_rise(client):
+@pytest.mark.parametrize(("sigmas", "word"), [
+    ("0.5, 1.0, 0.0", "decrease"),
+    ("1.0, 0.5, 0.5, 0.0", "decrease"),
+    ("1.0", "n+1 >= 2 values"),
+    ("2.0, 0.0", "[0, 1]"),
+])
+def test_sigmas_that_make_no_steps(client, sigmas, word):
     prompt = sampled(sigmas=["sigmas", 0])
-    prompt["sigmas"] = node("ManualSigmas", sigmas="0.5, 1.0, 0.0")
-    assert "decrease" in failure(client, prompt)
+    prompt["sigmas"] = node("ManualSigmas", sigmas=sigmas)
+    assert word in failure(client, prompt)
+
+
+def test_sigmas_may_end_above_zero(client, frames_of):
+    """A render that another sampler goes on with."""
+    prompt = sampled(sigmas=["sigmas", 0])
+    prompt["sigmas"] = node("ManualSigmas", sigmas="1.0, 0.9, 0.8")
+    assert frames_of(client.run(prompt)).shape == (prompts.FRAMES, prompts.HEIGHT, prompts.WIDTH, 3)
+
+
+@pytest.mark.parametrize("frames", [9, -50])
+def test_guides_outside_the_clip(client, base, frames):
+    """The native node keeps them inside; a conditioning that was made for another clip need not."""
+    Image.new("RGB", (96, 64), (200, 30, 90)).save(base / "input" / "guide.png")
+    prompt = sampled(latent_image=["guide", 2], positive=["shifted", 0])
+    prompt["latent"]["inputs"]["with_audio"] = False
+    prompt["shifted"] = node("LTXTestShiftGuides", conditioning=["guide", 0], frames=frames)
+    prompt["rate"] = node(
+        "LTXVConditioning", positive=["positive", 0], negative=["positive", 0], frame_rate=24.0
+    )
+    prompt["native_vae"] = node("VAELoader", vae_name=VIDEO_VAE)
+    prompt["image"] = node("LoadImage", image="guide.png")
+    prompt["guide"] = node(
+        "LTXVAddGuide", positive=["rate", 0], negative=["rate", 1], vae=["native_vae", 0], latent=["latent", 0],
+        image=["image", 0], frame_idx=0, strength=1.0,
+    )
+    assert "outside the clip" in failure(client, prompt)
+
+
+def test_two_generations_are_refused_by_the_names_of_both(client, base):
+    """A transformer of 2.3 with a video VAE, an audio VAE and an upscaler of 2.5, though every shape fits."""
+    old = base / "models" / "diffusion_models" / "ltx-2.3-22b-distilled.safetensors"
+    write_tiny_transformer(old, flavour="2.3")
+    prompt = sampled(schedule="distilled stage 2")
+    prompt["model"]["inputs"]["unet_name"] = old.name
+    text = failure(client, prompt, at="decode")
+    assert f"{old.name} is of LTX 2.3.0, {VIDEO_VAE} of LTX 2.5.0" in text
+    del prompt["decode"], prompt["save"]
+    prompt["audio_vae"] = node("LTXGraphAudioVAELoader", vae_name=AUDIO_VAE_FILE)
+    prompt["sound"] = node("LTXGraphAudioDecode", audio_vae=["audio_vae", 0], samples=["sampler", 0])
+    prompt["save"] = node("PreviewAudio", audio=["sound", 0])
+    assert AUDIO_VAE_FILE in failure(client, prompt, at="sound")
+    del prompt["sound"], prompt["audio_vae"]
+    prompt["upscaler"] = node("LTXGraphUpscalerLoader", model_name=SPATIAL_UPSCALER_FILE)
+    prompt["upscale"] = node(
+        "LTXGraphLatentUpscale", samples=["sampler", 0], upscale_model=["upscaler", 0], video_vae=["video_vae", 0]
+    )
+    prompt["save"] = node("PreviewAny", source=["upscale", 0])
+    assert old.name in failure(client, prompt, at="upscale")
+    prompt = prompts.parity_run()
+    prompt["model"]["inputs"]["unet_name"] = old.name
+    prompt["parity"]["inputs"]["schedule"] = "distilled"
+    assert old.name in failure(client, prompt, at="parity")
+    old.unlink()
+
+
+def test_the_audio_vae_is_not_there(client):
+    prompt = prompts.render()
+    prompt["audio_vae"] = node("LTXGraphAudioVAELoader", vae_name="absent-audio-vae.safetensors")
+    prompt["sound"] = node("LTXGraphAudioDecode", audio_vae=["audio_vae", 0], samples=["sampler", 0])
+    prompt["save_sound"] = node("PreviewAudio", audio=["sound", 0])
+    text = refusal(client, prompt)
+    assert "absent-audio-vae.safetensors" in text and AUDIO_VAE_FILE in text and "models/vae" in text
 
 
 def test_sound_alone_can_not_be_decoded_to_pictures(client):

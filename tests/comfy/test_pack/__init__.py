@@ -81,6 +81,26 @@ class LTXTestConditioningJunk:
         return ([[features, {**settings, key: [None] * 50_000 + [object()]}] for features, settings in conditioning],)
 
 
+class LTXTestShiftGuides:
+    """A CONDITIONING whose guides stand some frames later."""
+
+    RETURN_TYPES = ("CONDITIONING",)
+    FUNCTION = "run"
+    CATEGORY = "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"conditioning": ("CONDITIONING",), "frames": ("INT", {"min": -1000})}}
+
+    def run(self, conditioning, frames):
+        shifted = []
+        for features, settings in conditioning:
+            keyframes = settings["keyframe_idxs"].clone()
+            keyframes[:, 0] += frames
+            shifted.append([features, {**settings, "keyframe_idxs": keyframes}])
+        return (shifted,)
+
+
 class LTXTestVideoNoise:
     """A NOISE that knows nothing of nested latents."""
 
@@ -194,6 +214,7 @@ NODE_CLASS_MAPPINGS = {
         LTXTestLatent,
         LTXTestConditioningKey,
         LTXTestConditioningJunk,
+        LTXTestShiftGuides,
         LTXTestVideoNoise,
         LTXTestDescribe,
         LTXTestTouchFile,
