@@ -19,6 +19,7 @@ from . import host, live
 from .audio import AudioVAE, audio_part
 from .conditioning import read_conditioning
 from .decode import video_part
+from .latents import check_generations
 from .load import VideoVAE
 from .sample import (
     Report,
@@ -218,6 +219,7 @@ class LTXGraphParityRun(io.ComfyNode):
         if audio_vae is not None:
             models.append(audio_vae)
             activation_bytes += audio_vae.model.decode_bytes(audio_part(inputs["latent_image"], "latent_image").shape)
+        check_generations(*models)
         logs: dict[str, Timeline] = {}
         feeds: list[live.Feed] = []
 
