@@ -13,6 +13,7 @@ from ltx_runtime import sampler
 from ltx_runtime.cuda_graph import GraphKey
 from ltx_runtime.errors import RequestError
 from ltx_runtime.guidance import PRESETS, Guidance, GuidanceSpec, resolve_guidance
+from ltx_runtime.memory import sampling_bytes
 from ltx_runtime.patchify import patchify_audio, patchify_video
 from ltx_runtime.steps import denoise_step
 from ltx_runtime.tensor_tree import map_tensors
@@ -206,6 +207,14 @@ def test_auto_batches_when_it_fits_and_says_so(monkeypatch):
     calls, result = calls_of(request)
     assert len(calls) == 8 and any("one after the other" in note and "are free" in note for note in result.notes)
     assert sampler.fix_batching(tiny_model(), request).guidance.batching == "sequential"
+
+
+def test_the_memory_estimate_counts_the_passes_of_a_batch():
+    def estimate(batching):
+        request = tiny_request(guidance=Guidance(*SPECS["all, rescaled"], batching))
+        return sampling_bytes(tiny_model().config, request, item_bytes=4, recorded=False)
+
+    assert estimate("auto") == estimate("batched") == 4 * estimate("sequential")
 
 
 def test_prompts_of_different_length_are_never_batched():
