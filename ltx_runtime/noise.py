@@ -24,6 +24,17 @@ Pair = tuple[torch.Tensor | None, torch.Tensor | None]
 NOISE_CONVENTIONS = ("comfyui", "reference")
 
 
+def check_noise(latent: torch.Tensor | None, state: TokenState, name: str) -> None:
+    """Raise RequestError unless noise in latent layout has the shape of this state's latent, appended frames included."""
+    expected = state.latent_shape.as_tuple()
+    shape = None if latent is None else tuple(latent.shape)
+    if shape != expected:
+        raise RequestError(
+            f"the noise for {name} has shape {shape}, the {name} latent is {expected}. "
+            f"Connect a noise made for this latent, or none."
+        )
+
+
 class ReferenceNoise:
     """Token layout (B, N, C), appended tokens included, in the latent dtype, from generators on the compute device.
 
@@ -120,13 +131,7 @@ class ComfyNoise:
             if state is None:
                 tokens.append(None)
                 continue
-            expected = state.latent_shape.as_tuple()
-            if latent is None or tuple(latent.shape) != expected:
-                shape = None if latent is None else tuple(latent.shape)
-                raise RequestError(
-                    f"the noise for {name} has shape {shape}, the {name} latent is {expected}. "
-                    f"Connect a noise made for this latent, or none."
-                )
+            check_noise(latent, state, name)
             drawn = to_tokens(latent.to(self._device, torch.float32))
             tokens.append(drawn.contiguous() if state.cells is None else drawn[:, state.cells])
         return tokens[0], tokens[1]

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from .conditioning import TokenState
 from .errors import RequestError, ShapeError
-from .guidance import Guidance, passes_needed
-from .noise import NOISE_CONVENTIONS, Pair
-from .schedules import SAMPLERS
+from .guidance import Guidance, passes_needed, resolve_guidance
+from .noise import NOISE_CONVENTIONS, Pair, check_noise
+from .schedules import SAMPLERS, check_sigmas, sampler_steps
 from .transformer.model import COMPATIBILITIES
 
 if TYPE_CHECKING:
@@ -93,6 +93,13 @@ def check_request(request: SampleRequest, config: TransformerConfig) -> None:
         _check_state(state, name, config)
         if request.noise_convention == "comfyui":
             _ = state.latent_shape  # raises when appended tokens have no place in ComfyUI's layout
+    for part, name in zip(request.noise or (), ("video", "audio")):
+        if name in request.states:
+            check_noise(part, request.states[name], name)
+    sampler_steps(request.sampler, check_sigmas(request.sigmas))  # raises for sigmas that the sampler can't end at
+    if request.guidance is not None:
+        streams = list(request.states)
+        resolve_guidance(request.guidance, streams=streams, layers=config.num_layers, file_name="")
     if all(state.frozen for state in request.states.values()):
         raise RequestError(
             "nothing is to be generated: the masks keep every token of the latent. Use a mask above 0 somewhere."

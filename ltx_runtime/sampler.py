@@ -23,7 +23,7 @@ from .request import SampleRequest, TextFeatures, check_request
 from .runtime import TransformerModel
 from .schedules import SamplerStep, check_sigmas, sampler_steps
 from .shapes import VideoLatentShape
-from .step_runner import CUDA_GRAPH_MODES, ON_CAPTURE_FAILURE, StepRunner
+from .step_runner import CUDA_GRAPH_MODES, ON_CAPTURE_FAILURE, StepRunner, check_graphs_allowed
 from .steps import Blend, StepConstants, StepInputs, StreamInputs, StreamRule, step_coefficients
 from .tensor_tree import named_tensors
 from .timing import Timeline
@@ -96,7 +96,8 @@ def sample(
     called before every step; whatever it raises ends the render and leaves the model usable. on_step(done, total):
     after the host saw a step end. on_preview(index, total, denoised): right after a step was issued, with its x0 as (B,
     C, F, H, W) on the device (video, else audio); copying it to the host waits for that step. Raises RequestError or
-    ShapeError before any work, CaptureError, NonFiniteError naming the phase.
+    ShapeError before any weight is read, CaptureError too where no graph is possible at all; NonFiniteError naming the
+    phase.
     """
     for name, value, allowed in (
         ("cuda_graph", cuda_graph, CUDA_GRAPH_MODES),
@@ -107,6 +108,9 @@ def sample(
     timeline = timeline or Timeline(None, device=model.device)
     sigmas = check_sigmas(request.sigmas)
     check_request(request, model.config)
+    check_graphs_allowed(
+        model.device, cuda_graph=cuda_graph, on_capture_failure=on_capture_failure, refused=graphs_refused
+    )
     model.ensure_resident(timeline)
     with torch.inference_mode():
         prepared = prepare(model, request, timeline, noise_source)

@@ -196,9 +196,7 @@ class StepRunner:
         self.account["fallback"] = reason
         self.account["decision"] = f"eager: {reason}"
         if self._raise_failures:
-            raise CaptureError(
-                f"no CUDA graph: {reason}. on_capture_failure is 'error'; set it to 'eager', or cuda_graph to 'off', to render anyway."
-            )
+            raise _no_graph(reason)
         self._timeline.note("sample.capture", self.account["decision"])
 
     def _step(self, constants: StepConstants, inputs: StepInputs) -> StepOutputs:
@@ -308,6 +306,21 @@ class StepRunner:
                     "sample.step", f"the {name} latent holds NaN or Inf after step {index + 1} of {self._total}; "
                     f"the render is stopped. Check the weights, the conditioning and the input latent."
                 )
+
+
+def check_graphs_allowed(
+    device: torch.device, *, cuda_graph: str, on_capture_failure: str, refused: str = ""
+) -> None:
+    """Raise the CaptureError that a StepRunner with these settings would raise at construction: before weights are read."""
+    reason = refused or unavailable_reason(device)
+    if reason and cuda_graph != "off" and on_capture_failure == "error":
+        raise _no_graph(reason)
+
+
+def _no_graph(reason: str) -> CaptureError:
+    return CaptureError(
+        f"no CUDA graph: {reason}. on_capture_failure is 'error'; set it to 'eager', or cuda_graph to 'off', to render anyway."
+    )
 
 
 def _recorded_event() -> torch.cuda.Event:

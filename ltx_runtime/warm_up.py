@@ -9,7 +9,7 @@ import torch
 
 from .request import check_request
 from .sampler import SampleRequest, prepare
-from .step_runner import StepRunner
+from .step_runner import StepRunner, check_graphs_allowed
 from .timing import Timeline
 
 
@@ -24,6 +24,7 @@ def warm_up(
     """
     timeline = timeline or Timeline(None, device=model.device)
     check_request(request, model.config)
+    check_graphs_allowed(model.device, cuda_graph="on", on_capture_failure=on_capture_failure)
     model.ensure_resident(timeline)
     with torch.inference_mode():
         prepared = prepare(model, request, timeline)

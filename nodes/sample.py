@@ -15,6 +15,7 @@ from ..ltx_runtime.noise import NOISE_CONVENTIONS
 from ..ltx_runtime.request import check_request
 from ..ltx_runtime.sampler import SampleRequest, SampleResult, sample
 from ..ltx_runtime.schedules import SAMPLERS, SCHEDULES, check_sigmas, resolve_sampler, resolve_schedule
+from ..ltx_runtime.step_runner import check_graphs_allowed
 from . import host, live
 from .conditioning import check_same_guides, read_conditioning
 from .guidance import GuidanceSocket
@@ -119,6 +120,9 @@ class LTXGraphSampler(io.ComfyNode):
     def execute(cls, model: host.DeviceModel, cuda_graph: str, on_capture_failure: str, report=None, **inputs) -> io.NodeOutput:
         job = read_job(model, **inputs)
         refused = cuda_graphs_refused()
+        check_graphs_allowed(
+            model.model.device, cuda_graph=cuda_graph, on_capture_failure=on_capture_failure, refused=refused
+        )
         with host.stay(report, "LTXGraphSampler", [model]) as timeline:
             for note in job.notes:
                 timeline.note("prepare.constants", note)
