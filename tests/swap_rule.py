@@ -22,9 +22,10 @@ VAE_INPUTS = {
     ("LTXVLatentUpsampler", "vae"): ("LTXGraphVideoVAELoader", "video_vae"),
     ("LTXVAudioVAEDecode", "audio_vae"): ("LTXGraphAudioVAELoader", "audio_vae"),
 }
+# File that a template names -> the form of it that LTX Graph reads, both without .safetensors.
 FILES = {
-    "ltx-2.5-22b-distilled-transformer-comfy-int8-convrot.safetensors": "ltx-2.5-22b-distilled-transformer-bf16.safetensors",
-    "ltx-2.5-video-vae-bf16.safetensors": "ltx-2.5-video-vae-conv-bf16.safetensors",
+    "ltx-2.5-22b-distilled-transformer-comfy-int8-convrot": "ltx-2.5-22b-distilled-transformer-bf16",
+    "ltx-2.5-video-vae-bf16": "ltx-2.5-video-vae-conv-bf16",
 }
 SAMPLER_SETTINGS = {
     "seed": 0,
@@ -47,12 +48,12 @@ GUIDANCE_OFF = {f"{stream}_{name}": 0.0 for stream in ("video", "audio") for nam
 
 
 def swap(native: dict[str, dict]) -> dict[str, dict]:
-    """Replaced nodes keep their ids; a loader of ours beside a native one that stays has the native id and -ltxgraph."""
+    """Replaced nodes keep their ids; a loader of ours beside a native one that stays has its id and -ltxgraph."""
     api = copy.deepcopy(native)
     for node in api.values():
         for name, value in node["inputs"].items():
-            if isinstance(value, str):
-                node["inputs"][name] = FILES.get(value, value)
+            if isinstance(value, str) and value.removesuffix(".safetensors") in FILES:
+                node["inputs"][name] = FILES[value.removesuffix(".safetensors")] + ".safetensors"
     _swap_vae_loaders(api)
     for node_id, node in list(api.items()):
         if node["class_type"] == "SamplerCustomAdvanced":

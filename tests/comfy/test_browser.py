@@ -38,8 +38,8 @@ def opened(server) -> dict[str, dict]:
         "playwright": str(dev.playwright_dir()),
         "artifacts": str(ARTIFACTS),
         "workflows": [
-            {"name": name, "nodes": len(read(ROOT / "workflows" / f"{name}.json")["nodes"]), "run": name in RUNNABLE}
-            for name in WORKFLOWS
+            {"name": name, "id": ui["id"], "nodes": len(ui["nodes"]), "run": name in RUNNABLE}
+            for name, ui in ((name, read(ROOT / "workflows" / f"{name}.json")) for name in WORKFLOWS)
         ],
     }
     script = ROOT / "tests" / "comfy" / "browser" / "workflows.mjs"

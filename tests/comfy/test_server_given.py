@@ -1,4 +1,4 @@
-"""Given frames and regions through a real ComfyUI: what LTX Graph Image To Video and Temporal Region put into a latent."""
+"""Given frames and regions through a real ComfyUI: what Image To Video and Temporal Region put into a latent."""
 from __future__ import annotations
 
 import json

@@ -1,5 +1,5 @@
-"""ComfyUI's official LTX-2.5 templates with LTX Graph's nodes in them, by docs/swap_rule.md: validated by a real server as
-they are, and rendered small with tiny files."""
+"""ComfyUI's official LTX-2.5 templates with LTX Graph's nodes in them, by docs/swap_rule.md: validated by a real server
+as they are, and rendered small with tiny files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from comfy_cli.workflow_to_api import convert_ui_to_api
 from PIL import Image
 from saved_video import read_video
-from swap_rule import swap
+from swap_rule import GUIDERS, OURS, swap
 from workflow_rules import without_text_nodes
 
 from ltx_runtime.tiny import POSITIVE_FILE
@@ -23,10 +23,7 @@ TEXT_ENCODERS = (
     "gemma4_e2b_it_int8_convrot.safetensors",
 )
 # Native nodes that the rule replaces, and those that keep a native VAELoader in use.
-REPLACED = {
-    "UNETLoader", "LatentUpscaleModelLoader", "VAEDecode", "VAEDecodeTiled", "LTXVAudioVAEDecode", "LTXVLatentUpsampler",
-    "SamplerCustomAdvanced", "LTXVDualCFGGuider",
-}
+REPLACED = {*OURS, *GUIDERS}
 NATIVE_VAE_READERS = {"LTXVImgToVideoInplace", "LTXVAddGuide", "LTXVEmptyLatentAudio"}
 
 
@@ -68,8 +65,8 @@ def test_only_native_readers_keep_a_native_loader(swapped, name):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_real_server_accepts_the_whole_of_it(client, swapped, name):
-    """Every output node validates: the client raises on any node error. It then ends at the text encoder, whose file holds
-    nothing."""
+    """Every output node validates: the client raises on any node error. It then ends at the text encoder, whose file
+    holds nothing."""
     run = client.run(swapped[name])
     assert run.outcome == "execution_error"
     assert run.data("execution_error")[0]["node_type"] == "CLIPLoader"

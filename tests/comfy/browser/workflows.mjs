@@ -1,6 +1,6 @@
 // Opens bundled workflows from ComfyUI's template list in headless Chromium, checks, converts, runs, photographs them.
 //
-//   node workflows.mjs '{"url", "browser", "playwright", "artifacts", "workflows": [{"name", "nodes", "run"}]}'
+//   node workflows.mjs '{"url", "browser", "playwright", "artifacts", "workflows": [{"name", "id", "nodes", "run"}]}'
 //
 // Prints one JSON object: workflow name -> {missing, complaint, api, outcome, error}. test_browser.py starts it.
 import { createRequire } from 'node:module';
@@ -28,10 +28,11 @@ async function openPage() {
   return page;
 }
 
-async function openTemplate(page, { name, nodes }) {
+async function openTemplate(page, { name, id, nodes }) {
   await page.evaluate(() => window.app.extensionManager.command.execute('Comfy.BrowseTemplates'));
   await page.click(`[data-testid="template-workflow-${name}"]`);
-  await page.waitForFunction((count) => window.app.graph.nodes.length === count, nodes);
+  await page.waitForFunction(
+    ([graph, count]) => window.app.graph.id === graph && window.app.graph.nodes.length === count, [id, nodes]);
   await page.waitForSelector('[data-testid="template-workflows-content"]', { state: 'detached' });
 }
 
@@ -60,8 +61,8 @@ function runToTheEnd() {
 }
 
 const results = {};
+const page = await openPage();
 for (const workflow of options.workflows) {
-  const page = await openPage();
   await openTemplate(page, workflow);
   const result = {
     missing: await page.evaluate(missingTypes),
@@ -74,7 +75,6 @@ for (const workflow of options.workflows) {
   await page.waitForLoadState('networkidle');
   await page.waitForTimeout(1500);
   await page.screenshot({ path: path.join(options.artifacts, `${workflow.name}.png`) });
-  await page.close();
   results[workflow.name] = result;
 }
 await browser.close();
