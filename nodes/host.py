@@ -273,6 +273,8 @@ def _patcher_class() -> type:
             if unpatch_all:
                 _leaving_patchers.append(self)
                 _staying_patchers.discard(self)
+                if self.model.resident.resident:
+                    _count_loss(self.model.resident)
                 self.model.resident.evict()
             return self.model
 
@@ -297,7 +299,24 @@ def _drop_spares(model: ResidentModule, wanted_bytes: int) -> None:
     if getattr(model, "lora_copies_bytes", 0):
         model.drop_lora_copies()
     if before - _spare_bytes(model) < max(wanted_bytes, 1) and hasattr(model, "graphs"):
+        if len(model.graphs):
+            _count_loss(model)
         model.graphs.close()
+
+
+_losses = 0
+
+
+def recordings_lost() -> int:
+    """How often, since ComfyUI started, recordings or the weights they belong to left the device: as long as it stays the
+    same, what was recorded ahead of time is there."""
+    return _losses
+
+
+def _count_loss(model: ResidentModule) -> None:
+    global _losses
+    if hasattr(model, "graphs"):
+        _losses += 1
 
 
 def make_resident(models: Sequence[DeviceModel], timeline: Timeline, activation_bytes: int) -> None:

@@ -44,6 +44,12 @@ class LTXGraphWarmUp(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, **_) -> int:
+        # No socket has a value yet when ComfyUI asks: after a loss of any model's recordings it runs again, and finds
+        # its own in no time if they are still there.
+        return host.recordings_lost()
+
+    @classmethod
     def execute(cls, model: host.DeviceModel, on_capture_failure: str, report=None, **inputs) -> io.NodeOutput:
         job = read_job(model, seed=0, **inputs)
         reason = cuda_graphs_refused() or unavailable_reason(model.model.device)

@@ -49,3 +49,18 @@ def test_it_can_be_told_to_fail(client, warmed):
     warmed["warm_up"]["inputs"]["on_capture_failure"] = "error"
     run = client.run({name: warmed[name] for name in ("model", "positive", "latent", "warm_up")})
     assert run.outcome == "execution_error" and WORDS in run.error
+
+
+def test_it_runs_again_once_the_weights_have_left(client, warmed):
+    def executed(seed: int) -> list[str]:
+        warmed["sampler"]["inputs"]["seed"] = seed
+        run = client.run(warmed)
+        assert run.outcome == "execution_success", run.error
+        return run.executed_nodes
+
+    executed(100)
+    assert "warm_up" not in executed(101) and "warm_up" not in executed(102)
+    client.read("/free", {"unload_models": True})  # the cached results stay
+    again = [executed(seed) for seed in (103, 104)]  # ComfyUI unloads before the first, or right behind it
+    assert any("warm_up" in nodes for nodes in again) and not any("model" in nodes for nodes in again)
+    assert "warm_up" not in executed(105)
