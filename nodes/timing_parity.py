@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -82,7 +83,8 @@ def _finished(
         host.to_intermediate(difference),
         host.to_intermediate(timeline),
         ui={
-            "ltxgraph_report": [json_report(verdict, renders)],
+            # One JSON text: ComfyUI counts objects in a `ui` entry as files that the job made.
+            "ltxgraph_report": [json.dumps(json_report(verdict, renders), allow_nan=False)],
             **live.shown(renders, verdict),
             "text": [text],
             "images": shown,
@@ -181,12 +183,13 @@ class LTXGraphParityRun(io.ComfyNode):
                 ),
                 io.Boolean.Input(
                     "measure_residency",
-                    default=True,
+                    default=False,
                     optional=True,
                     advanced=True,
                     tooltip="Afterwards run each arm once more under the profiler and report copies, waits and GPU "
-                    "time. Costs two renders and a decode, and some seconds the first time; every launch after that "
-                    "is slower until ComfyUI is restarted (eager steps of small clips by up to a half).",
+                    "time. Off, because every launch after that is slower until ComfyUI is restarted (eager steps of "
+                    "small clips by up to a half): later times mean less. Costs two renders and a decode, and some "
+                    "seconds the first time.",
                 ),
             ],
             outputs=_outputs(),
@@ -208,7 +211,7 @@ class LTXGraphParityRun(io.ComfyNode):
         on_difference: str,
         audio_vae: host.DeviceModel | None = None,
         positive_b=None,
-        measure_residency: bool = True,
+        measure_residency: bool = False,
         **inputs,
     ) -> io.NodeOutput:
         job = read_job(model, **inputs)

@@ -87,7 +87,7 @@ def check_sound(video: SavedVideo, parity: dict, length: int, frame_rate: float)
     """The sound as the decoder gave it and as the file holds it, in words. Raises DemoFailed."""
     latents = audio_latent_frames(length, frame_rate)
     expected = [1, 2, 480 * max(4 * latents - 3, 1)]
-    comparisons = parity["ltxgraph_report"][0]["verdict"]["numbers"]["comparisons"]
+    comparisons = json.loads(parity["ltxgraph_report"][0])["verdict"]["numbers"]["comparisons"]
     shape = next((c["shape"] for c in comparisons if c["name"] == "waveform"), None)
     if shape != expected:
         raise DemoFailed(f"the waveform has shape {shape}; {latents} audio latents should give {expected}.")
@@ -126,10 +126,10 @@ def text_to_video(demo: Path, server: ComfyServer, expected: str) -> None:
     print(f"{'sound':<13} {check_sound(video, parity, wanted['length'], FRAME_RATE)}")
     for what, picture in zip(("difference", "timeline"), saved_files(server.base, workflow, run, "SaveImage")):
         show(demo, what, picture)
-    for render in parity["ltxgraph_report"][0]["renders"]:
+    for render in json.loads(parity["ltxgraph_report"][0])["renders"]:
         log = server.base / "output" / "ltxgraph" / f"{render['render']}.jsonl"
         show(demo, "phase log", log, f"{render['name']}, {sum(1 for _ in log.open(encoding='utf-8'))} events")
-    check_verdict("demo_text_to_video", parity["ltxgraph_report"][0]["verdict"]["words"], expected)
+    check_verdict("demo_text_to_video", json.loads(parity["ltxgraph_report"][0])["verdict"]["words"], expected)
 
 
 def parity_run(demo: Path, server: ComfyServer, expected: str) -> None:
@@ -137,7 +137,7 @@ def parity_run(demo: Path, server: ComfyServer, expected: str) -> None:
     parity = output_of(workflow, run, "LTXGraphParityRun")
     for what, picture in zip(("difference", "timeline"), saved_files(server.base, workflow, run, "SaveImage")):
         show(demo, what, picture)
-    check_verdict("demo_parity", parity["ltxgraph_report"][0]["verdict"]["words"], expected)
+    check_verdict("demo_parity", json.loads(parity["ltxgraph_report"][0])["verdict"]["words"], expected)
 
 
 def main(demo: Path) -> None:

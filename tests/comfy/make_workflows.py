@@ -263,6 +263,7 @@ def demo_parity(canvas: Canvas) -> None:
         parity = canvas.add(
             "LTXGraphParityRun",
             seed=7,
+            measure_residency=True,
             model=(model, 0),
             positive=(both, 0),
             latent_image=(latent, 0),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import prompts
 from prompts import node
@@ -24,16 +26,23 @@ def shown(run) -> dict:
 
 
 def test_the_second_line_says_whether_the_loop_is_resident(client):
-    output = shown(client.run(parity()))
+    output = shown(client.run(parity(measure_residency=True)))
     assert output["text"][0].splitlines()[1] == ON_CPU
-    report = output["ltxgraph_report"][0]
+    report = json.loads(output["ltxgraph_report"][0])
     assert report["residency"] == {"arm": None, "resident": None, "words": ON_CPU}
     residency = report["renders"][0]["residency"]
     assert residency["words"] == ON_CPU and "decode.video.chunk" in residency["gpu_busy"]
 
 
-def test_residency_can_be_switched_off(client):
-    output = shown(client.run(parity(measure_residency=False)))
+def test_the_report_is_one_json_text_and_counts_as_no_file(client):
+    run = client.run(parity())
+    report = json.loads(shown(run)["ltxgraph_report"][0])
+    assert report["schema"] == "ltxgraph.report/1"
+    assert client.get(f"/api/jobs/{run.prompt_id}")["outputs_count"] == len(shown(run)["images"])
+
+
+def test_residency_is_measured_when_asked_for_only(client):
+    output = shown(client.run(parity()))
     assert output["text"][0].splitlines()[1].startswith("resident: not measured; LTX Graph Parity Run measures it")
 
 
@@ -46,7 +55,7 @@ def test_what_was_compared_is_counted(client):
 def test_a_second_prompt_takes_every_other_seed(client):
     prompt = parity(positive_b=["second", 0])
     prompt["second"] = node("LTXGraphLoadConditioning", conditioning_name="tiny-conditioning-negative.safetensors")
-    numbers = shown(client.run(prompt))["ltxgraph_report"][0]["verdict"]["numbers"]
+    numbers = json.loads(shown(client.run(prompt))["ltxgraph_report"][0])["verdict"]["numbers"]
     assert list(dict.fromkeys(c["case"] for c in numbers["comparisons"])) == ["seed 7", "seed 8, second prompt"]
 
 
@@ -83,7 +92,7 @@ def test_two_renders_are_named_by_what_differs(client, change, names, asked):
         report_b=["decode_b", 1], tolerance=0.0, on_difference="report",
     )  # fmt: skip
     del prompt["save"]
-    report = shown(client.run(prompt))["ltxgraph_report"][0]
+    report = json.loads(shown(client.run(prompt))["ltxgraph_report"][0])
     assert [render["name"] for render in report["renders"]] == list(names)
     words = report["verdict"]["words"]
     assert words.startswith(f"different: {names[1]} differs from {names[0]} in frames")

@@ -247,7 +247,7 @@ def test_timing_parity_sees_one_different_seed(client):
     )
     run = client.run(prompt)
     assert run.outcome == "execution_success", run.error
-    report = run.outputs["parity"]["ltxgraph_report"][0]
+    report = json.loads(run.outputs["parity"]["ltxgraph_report"][0])
     assert report["verdict"]["status"] == "different"
     assert run.outputs["parity"]["text"][0].startswith("parity: different")
     prompt["parity"]["inputs"]["on_difference"] = "fail"
@@ -266,6 +266,6 @@ def assert_not_tested(run):
     assert run.outcome == "execution_success", run.error
     shown = run.outputs["parity"]
     assert shown["text"][0].splitlines()[0] == f"parity: {VERDICT_WITHOUT_CUDA}"
-    verdict = shown["ltxgraph_report"][0]["verdict"]
+    verdict = json.loads(shown["ltxgraph_report"][0])["verdict"]
     assert (verdict["status"], verdict["words"], verdict["bit_exact"]) == ("not tested", VERDICT_WITHOUT_CUDA, False)
     assert len(shown["images"]) >= 2, "difference and timeline pictures"
