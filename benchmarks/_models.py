@@ -22,7 +22,7 @@ from ltx_runtime.sampler import SampleRequest, TextFeatures
 from ltx_runtime.schedules import distilled_sigmas
 from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape, audio_latent_frames
 from ltx_runtime.tiny import write_tiny_checkpoints
-from ltx_runtime.video_vae import VideoVAE, load_video_vae
+from ltx_runtime.video_vae import DecodePlan, VideoVAE, load_video_vae
 
 FRAME_RATE = 24.0
 
@@ -89,6 +89,19 @@ def clip_request(
         seed=seed,
         sampler=sampler,
     )
+
+
+def plan_of_chunk(vae: VideoVAE, latent_shape: tuple[int, ...], chunk: int) -> DecodePlan:
+    """The decode plan of this many latent frames a chunk, 0 = the whole clip, with its own estimate of memory: what is
+    planned where just enough is free for it."""
+    low, high = 0, 1 << 50
+    while chunk and low < high:
+        middle = (low + high) // 2
+        if vae.plan(latent_shape, free_bytes=middle).chunk_frames >= chunk:
+            high = middle
+        else:
+            low = middle + 1
+    return vae.plan(latent_shape, free_bytes=high)
 
 
 def size_name(size: tuple[int, int, int]) -> str:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import time
 
 import torch
-from _models import Models, finish, markdown, open_models, parser_of, size_name, spread
+from _models import Models, finish, markdown, open_models, parser_of, plan_of_chunk, size_name, spread
 from full_size import FRAMES, SIZES
 from ltx_runtime.gpu_activity import measure_gpu_busy
-from ltx_runtime.shapes import TIME_FACTOR, VideoLatentShape
+from ltx_runtime.shapes import VideoLatentShape
 from ltx_runtime.video_vae import DecodePlan
 
 TINY = {"S0": (64, 64, 17), "S1": (96, 64, 17), "S2": (128, 64, 17)}
@@ -44,7 +44,7 @@ def plan_of(models: Models, size, chunk: int) -> tuple[torch.Tensor, DecodePlan]
     """A latent of this size, and the plan of this chunk (0 = whole). A whole clip may be refused by its size."""
     shape = VideoLatentShape.from_pixels(*size).as_tuple()
     latent = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(models.device)
-    return latent, models.vae.plan(shape, temporal_size=chunk * TIME_FACTOR)
+    return latent, plan_of_chunk(models.vae, shape, chunk)
 
 
 def measure(models: Models, name: str, size, chunks, repeats: int) -> list[dict]:

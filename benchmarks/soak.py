@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from _models import Models, clip_request, finish, markdown, open_models, parser_of, size_name
+from _models import Models, clip_request, finish, markdown, open_models, parser_of, plan_of_chunk, size_name
 from ltx_runtime import cuda_graph
 from ltx_runtime.parity import Digest, digest
 from ltx_runtime.sampler import SampleRequest, sample
@@ -133,7 +133,7 @@ def render(
     except Cancelled:
         return None, {"mode": "cancelled"}
     # One plan for all: another chunk size is another order of rounding.
-    plan = models.vae.plan(request.video.shape.as_tuple(), free_bytes=None, temporal_size=8)
+    plan = plan_of_chunk(models.vae, request.video.shape.as_tuple(), 1)
     frames = models.vae.decode_raw(result.video, plan=plan)
     parts = [part for part in (result.video, result.audio, frames) if part is not None]
     return tuple(digest(part) for part in parts), result.graph

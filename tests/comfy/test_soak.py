@@ -16,8 +16,8 @@ import pytest
 from prompts import node
 
 COUNT = int(os.environ.get("LTXGRAPH_SOAK", "40"))
-# Of some 600 MiB. From prompt WARM on: a new kind of render, and a parity run's pictures until ComfyUI's cache lets go of
-# them. Between the last two quarters, when all kinds have run: peaks against peaks, floors against floors.
+# Of some 600 MiB. From prompt WARM on: a new kind of render, and a parity run's pictures until ComfyUI's cache lets go
+# of them. Between the last two quarters, when all kinds have run: peaks against peaks, floors against floors.
 WARM, WARM_GROWTH = 10, 150 << 20
 LATE_GROWTH = 20 << 20
 SIZES = ((64, 64, 9), (96, 64, 9), (64, 96, 9), (64, 64, 17))
