@@ -1,4 +1,5 @@
 """Given frames and regions through a real ComfyUI: what Image To Video and Temporal Region put into a latent."""
+
 from __future__ import annotations
 
 import json
@@ -9,6 +10,8 @@ import pytest
 from PIL import Image
 from prompts import FRAMES, HEIGHT, WIDTH, node
 from server import PromptRefused
+
+from ltx_runtime.tiny import AUDIO_VAE_FILE, SPATIAL_UPSCALER_FILE
 
 # One bf16 encoder against one in float32, both decoded by the same decoder: 8-bit levels, on average.
 BF16_LEVELS = 3.0
@@ -29,9 +32,16 @@ def image_to_video(**inputs) -> dict:
         "video_vae": node("LTXGraphVideoVAELoader", vae_name=prompts.VIDEO_VAE),
         "image": node("LoadImage", image="given.png"),
         "latent": prompts.render()["latent"],
-        "given": node("LTXGraphImageToVideo", **{
-            "video_vae": ["video_vae", 0], "image": ["image", 0], "latent": ["latent", 0], "strength": 0.75, **inputs,
-        }),
+        "given": node(
+            "LTXGraphImageToVideo",
+            **{
+                "video_vae": ["video_vae", 0],
+                "image": ["image", 0],
+                "latent": ["latent", 0],
+                "strength": 0.75,
+                **inputs,
+            },
+        ),
     }
 
 
@@ -41,7 +51,11 @@ def region(regenerate: str = "video and audio", start: float = 0.0, end: float =
     return {
         "latent": latent,
         "region": node(
-            "LTXGraphTemporalRegion", latent=["latent", 0], start_time=start, end_time=end, regenerate=regenerate,
+            "LTXGraphTemporalRegion",
+            latent=["latent", 0],
+            start_time=start,
+            end_time=end,
+            regenerate=regenerate,
             frame_rate=24.0,
         ),
     }
@@ -69,7 +83,11 @@ def test_it_is_what_the_native_node_gives(client, frames_of):
     ours = frames_of(client.run(prompt))
     prompt["native_vae"] = node("VAELoader", vae_name=prompts.VIDEO_VAE)
     prompt["given"] = node(
-        "LTXVImgToVideoInplace", vae=["native_vae", 0], image=["image", 0], latent=["latent", 0], strength=0.75,
+        "LTXVImgToVideoInplace",
+        vae=["native_vae", 0],
+        image=["image", 0],
+        latent=["latent", 0],
+        strength=0.75,
         bypass=False,
     )
     native = frames_of(client.run(prompt))
@@ -94,11 +112,14 @@ def test_sound_alone_has_no_frames_to_give(client):
 
 
 # 33 frames: latent frames of 1, 8, 8, 8, 8 frames. 0.4 to 0.7 s are frames 9.6 to 16.8.
-@pytest.mark.parametrize("regenerate, picture", [
-    ("video and audio", [0, 0, 1, 0, 0]),
-    ("video", [0, 0, 1, 0, 0]),
-    ("audio", [0, 0, 0, 0, 0]),
-])
+@pytest.mark.parametrize(
+    "regenerate, picture",
+    [
+        ("video and audio", [0, 0, 1, 0, 0]),
+        ("video", [0, 0, 1, 0, 0]),
+        ("audio", [0, 0, 0, 0, 0]),
+    ],
+)
 def test_a_region_is_generated_and_the_rest_kept(client, regenerate, picture):
     found = described(client, region(regenerate, 0.4, 0.65), "region")
     assert found["masks"][0] == picture
@@ -112,11 +133,89 @@ def test_a_region_is_generated_and_the_rest_kept(client, regenerate, picture):
 
 def test_no_end_is_the_end_and_a_second_region_narrows_the_first(client):
     prompt = region("video", 0.4)
-    prompt["second"] = prompt["region"] | {"inputs": prompt["region"]["inputs"] | {
-        "latent": ["region", 0], "start_time": 0.0, "end_time": 0.7, "regenerate": "video and audio",
-    }}
+    prompt["second"] = prompt["region"] | {
+        "inputs": prompt["region"]["inputs"]
+        | {
+            "latent": ["region", 0],
+            "start_time": 0.0,
+            "end_time": 0.7,
+            "regenerate": "video and audio",
+        }
+    }
     found = described(client, prompt, "second")
     assert found["masks"][0] == [0, 0, 1, 0, 0] and set(found["masks"][1]) == {0.0}
+
+
+def clip_with_sound() -> dict:
+    """The clip of input/, encoded: latent frames of 1, 8 and 8 frames, and its sound."""
+    return {
+        "model": prompts.render()["model"],
+        "positive": prompts.render()["positive"],
+        "video_vae": node("LTXGraphVideoVAELoader", vae_name=prompts.VIDEO_VAE),
+        "audio_vae": node("LTXGraphAudioVAELoader", vae_name=AUDIO_VAE_FILE),
+        "clip": node("LoadVideo", file="clip.mp4"),
+        "parts": node("GetVideoComponents", video=["clip", 0]),
+        "picture": node(
+            "LTXGraphVideoEncode",
+            video_vae=["video_vae", 0],
+            pixels=["parts", 0],
+            width=64,
+            height=64,
+            temporal_size=0,
+            tile_size=0,
+            overlap=0,
+        ),
+        "sound": node(
+            "LTXGraphAudioEncode",
+            audio_vae=["audio_vae", 0],
+            audio=["parts", 1],
+            video_latent=["picture", 0],
+            length=0,
+            frame_rate=24.0,
+        ),
+        "joined": node("LTXVConcatAVLatent", video_latent=["picture", 0], audio_latent=["sound", 0]),
+    }
+
+
+def rendered(prompt: dict, latent: str) -> dict:
+    return prompt | {
+        "sampler": prompts.render()["sampler"]
+        | {
+            "inputs": prompts.render()["sampler"]["inputs"]
+            | {
+                "latent_image": [latent, 0],
+            }
+        }
+    }
+
+
+def changed(before: list[float], after: list[float]) -> list[int]:
+    return [int(abs(a - b) > 1e-6) for a, b in zip(before, after)]
+
+
+def test_a_retake_changes_its_seconds_and_nothing_else(client):
+    prompt = clip_with_sound() | {"region": region("video and audio", 0.4, 0.6)["region"]}
+    prompt["region"]["inputs"]["latent"] = ["joined", 0]
+    before = described(client, prompt, "region")
+    assert before["shapes"] == [[1, 128, 3, 2, 2], [1, 8, 18, 16]], "the sound is as long as the video's 17 frames"
+    after = described(client, rendered(prompt, "region"), "sampler")
+    assert changed(before["means"][0], after["means"][0]) == before["masks"][0] == [0, 0, 1]
+    assert changed(before["means"][1], after["means"][1]) == before["masks"][1]
+
+
+def test_given_sound_stays_through_both_stages(client):
+    prompt = clip_with_sound() | {"region": region("video")["region"]}
+    prompt["region"]["inputs"]["latent"] = ["joined", 0]
+    before = described(client, prompt, "region")
+    prompt = rendered(prompt, "region")
+    prompt["upscaler"] = node("LTXGraphUpscalerLoader", model_name=SPATIAL_UPSCALER_FILE)
+    prompt["upscale"] = node(
+        "LTXGraphLatentUpscale", samples=["sampler", 0], upscale_model=["upscaler", 0], video_vae=["video_vae", 0]
+    )
+    after = described(client, prompt, "upscale")
+    assert after["shapes"] == [[1, 128, 3, 4, 4], [1, 8, 18, 16]]
+    assert after["masks"] == [[1.0] * 3, [0.0] * 18], "stage 2 generates the whole picture and keeps the sound"
+    assert changed(before["means"][1], after["means"][1]) == [0] * 18
 
 
 def test_a_region_outside_the_clip_and_one_that_ends_before_it_starts(client):

@@ -121,7 +121,7 @@ class LTXTestVideoNoise:
 
 
 class LTXTestDescribe:
-    """A LATENT as JSON: shapes, kind, and the noise mask averaged over each latent frame."""
+    """A LATENT as JSON: shapes, kind, and samples and noise mask averaged over each latent frame."""
 
     RETURN_TYPES = ("STRING",)
     FUNCTION = "run"
@@ -135,9 +135,13 @@ class LTXTestDescribe:
         def parts(value):
             return [] if value is None else list(value.unbind()) if value.is_nested else [value]
 
+        def means(part):
+            return part.float().mean(dim=(0, 1, *range(3, part.ndim))).tolist()
+
         described = {
             "shapes": [list(part.shape) for part in parts(latent["samples"])],
-            "masks": [part.float().mean(dim=(0, 1, *range(3, part.ndim))).tolist() for part in parts(latent.get("noise_mask"))],
+            "means": [means(part) for part in parts(latent["samples"])],
+            "masks": [means(part) for part in parts(latent.get("noise_mask"))],
             "keys": sorted(latent),
         }
         return (json.dumps(described),)
