@@ -60,8 +60,10 @@ async function ready() {
     };
     window.look = async (id) => {
       const node = app.graph.getNodeById(id);
+      const widget = node.widgets.find((w) => w.name === 'timeline');
+      const below = Math.max(0, (widget.y ?? 0) + (widget.computedHeight ?? 0) - 820);
       app.canvas.ds.scale = 1;
-      app.canvas.ds.offset = [90 - node.pos[0], 110 - node.pos[1]];
+      app.canvas.ds.offset = [90 - node.pos[0], 110 - node.pos[1] - below];
       app.canvas.setDirty(true, true);
       await frames2();
     };
