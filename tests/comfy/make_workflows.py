@@ -165,9 +165,9 @@ def comparison(canvas: Canvas, *, demo: bool) -> None:
     size = {"width": 96, "height": 64, "length": 25} if demo else {"width": 768, "height": 512, "length": 121}
     canvas.column(-500)
     if demo:
-        canvas.note(DEMO_NOTE, 330)
+        canvas.note(DEMO_NOTE, 260)
     else:
-        canvas.note(COMPARISON_NOTE, 520)
+        canvas.note(COMPARISON_NOTE, 430)
     with canvas.group("Models, prompt, size"):
         canvas.column(0)
         model = transformer(canvas)
@@ -248,7 +248,7 @@ def shown(canvas: Canvas, parity: int, x: int, y: int) -> None:
 
 def demo_parity(canvas: Canvas) -> None:
     canvas.column(-500)
-    canvas.note(PARITY_NOTE, 320)
+    canvas.note(PARITY_NOTE, 250)
     with canvas.group("Models, prompt, size"):
         canvas.column(0)
         model = transformer(canvas)
@@ -275,7 +275,7 @@ def demo_parity(canvas: Canvas) -> None:
 
 def text_to_video_two_stage(canvas: Canvas) -> None:
     canvas.column(-500)
-    canvas.note(TWO_STAGE_NOTE, 640)
+    canvas.note(TWO_STAGE_NOTE, 470)
     with canvas.group("Models"):
         canvas.column(0)
         model = transformer(canvas)
@@ -320,7 +320,7 @@ def text_to_video_two_stage(canvas: Canvas) -> None:
 
 def image_to_video_two_stage(canvas: Canvas) -> None:
     canvas.column(-500)
-    canvas.note(IMAGE_NOTE, 700)
+    canvas.note(IMAGE_NOTE, 500)
     with canvas.group("Models"):
         canvas.column(0)
         model = transformer(canvas)
@@ -381,7 +381,7 @@ def image_to_video_two_stage(canvas: Canvas) -> None:
 
 def first_last_frame(canvas: Canvas) -> None:
     canvas.column(-500)
-    canvas.note(FIRST_LAST_NOTE, 700)
+    canvas.note(FIRST_LAST_NOTE, 500)
     with canvas.group("Models"):
         canvas.column(0)
         model = transformer(canvas)
@@ -436,7 +436,7 @@ def first_last_frame(canvas: Canvas) -> None:
 
 def dev_guided_two_stage(canvas: Canvas) -> None:
     canvas.column(-500)
-    canvas.note(DEV_NOTE, 760)
+    canvas.note(DEV_NOTE, 520)
     with canvas.group("Models"):
         canvas.column(0)
         model = transformer(canvas, DEV_TRANSFORMER_FILE, title="Dev model: stage 1")
@@ -492,7 +492,7 @@ def dev_guided_two_stage(canvas: Canvas) -> None:
 
 def audio_to_video(canvas: Canvas) -> None:
     canvas.column(-500)
-    canvas.note(AUDIO_NOTE, 640)
+    canvas.note(AUDIO_NOTE, 460)
     with canvas.group("Models"):
         canvas.column(0)
         model = transformer(canvas)
@@ -556,7 +556,7 @@ def audio_to_video(canvas: Canvas) -> None:
 
 def retake(canvas: Canvas) -> None:
     canvas.column(-500)
-    canvas.note(RETAKE_NOTE, 560)
+    canvas.note(RETAKE_NOTE, 420)
     with canvas.group("Models, prompt"):
         canvas.column(0)
         model = transformer(canvas)

@@ -1,4 +1,4 @@
-"""The bundled API workflows on a real ComfyUI, as they are but for the demo rule and the small rule (workflow_rules.py)."""
+"""The bundled API workflows on a real ComfyUI, changed by the demo rule and the small rule alone."""
 
 from __future__ import annotations
 
