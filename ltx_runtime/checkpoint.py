@@ -159,16 +159,20 @@ def read_header(path: str | os.PathLike[str]) -> CheckpointHeader:
     )
 
 
-def require_component(header: CheckpointHeader, wanted: str) -> None:
-    """Raise CheckpointError unless the file holds the wanted component; the message says what the file is instead."""
-    if wanted in header.prefixes:
-        return
-    kind = _KINDS[wanted]
+def require_component(header: CheckpointHeader, *wanted: str) -> str:
+    """The first of the wanted components that the file holds. Raises CheckpointError when it holds none; the message
+    says what the file is instead."""
+    for component in wanted:
+        if component in header.prefixes:
+            return component
+    kinds = [_KINDS[component] for component in wanted]
     found = " and ".join(_KINDS[component].words for component in header.components)
     if not found:
         found = f"a file of another kind (its first tensor is {next(iter(header.tensors), 'missing')})"
-    remedy = f"Pick {kind.file} from models/{kind.folder}." if kind.file else "Pick another file."
-    raise CheckpointError(f"{header.path.name} is {found}, not {kind.words}. {remedy}")
+    files = " or ".join(kind.file for kind in kinds if kind.file)
+    remedy = f"Pick {files} from models/{kinds[0].folder}." if files else "Pick another file."
+    words = " or ".join(kind.words for kind in kinds)
+    raise CheckpointError(f"{header.path.name} is {found}, not {words}. {remedy}")
 
 
 def planned_bytes(

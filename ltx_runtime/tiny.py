@@ -25,15 +25,25 @@ from .audio_vae.filters import kaiser_sinc_kernel
 from .audio_vae.front_end import slaney_filterbank
 from .audio_vae.network import AudioVAENetwork
 from .conditioning_file import save_conditioning
-from .config import ConnectorConfig, ConvVAEConfig, DurationHeadConfig, TransformerConfig, UpsamplerConfig
+from .config import (
+    ConnectorConfig,
+    ConvVAEConfig,
+    DiffusionVAEConfig,
+    DurationHeadConfig,
+    TransformerConfig,
+    UpsamplerConfig,
+    VideoEncoderConfig,
+)
 from .duration import DurationNetwork
 from .residency import build_on_meta
 from .transformer.model import LTXTransformer
 from .upsampler import UpsamplerNetwork
 from .video_vae.conv_vae import ConvVideoEncoder, ConvVideoVAE
+from .video_vae.diffusion_vae import DiffusionVideoVAE
 
 TRANSFORMER_FILE = "ltx-2.5-22b-distilled-transformer-bf16.safetensors"
 VIDEO_VAE_FILE = "ltx-2.5-video-vae-conv-bf16.safetensors"
+DIFFUSION_VAE_FILE = "ltx-2.5-video-vae-bf16.safetensors"
 AUDIO_VAE_FILE = "ltx-2.5-audio-vae-bf16.safetensors"
 SPATIAL_UPSCALER_FILE = "ltx-2.5-latent-spatial-upscaler-x2-bf16-1.0.safetensors"
 TEMPORAL_UPSCALER_FILE = "ltx-2.5-latent-temporal-upscaler-x2-bf16-1.0.safetensors"
@@ -46,9 +56,10 @@ TRANSFORMER_PREFIX = "model.diffusion_model."
 FLAVOURS = ("2.5", "2.3")
 LORA_FORMS = ("official", "community", "kohya")
 
-# A standard normal through SiLU has a root mean square of 0.6, and normalised channels reach the last convolution
-# through SiLU. Pixels so get a deviation of 0.4: 1 % lie outside [-1, 1] and are clipped.
-_PIXEL_GAIN = 0.4 / 0.6
+# Normalised channels reach the last layer of a video decoder. Pixels so get a deviation of 0.4: 1 % lie outside [-1, 1]
+# and are clipped. The conv decoder has a SiLU between, after which a standard normal has a root mean square of 0.6.
+_PIXEL_GAIN = 0.4
+_SILU_GAIN = 0.6
 # The vocoder adds its branches, 18 in a row, to a stream that nothing normalises. Measured at tiny and at full width:
 # with these gains the sound has a deviation near 0.3, and under 1 % of its samples are clipped.
 _BRANCH_GAIN = 0.3
@@ -83,6 +94,8 @@ def random_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, generat
     elif name.endswith("weight"):
         deviation = 1.0 / math.sqrt(math.prod(shape[1:]))
         if name.endswith("decoder.conv_out.conv.weight"):
+            deviation *= _PIXEL_GAIN / _SILU_GAIN
+        elif name.endswith("decoder.conv_out.weight"):
             deviation *= _PIXEL_GAIN
         elif ".ups." in name:
             deviation = 1.0 / math.sqrt(2 * shape[0])  # transposed; an output sample sees two input samples
@@ -188,6 +201,25 @@ def tiny_video_vae_config() -> ConvVAEConfig:
     )
 
 
+def tiny_diffusion_vae_config() -> DiffusionVAEConfig:
+    """Five stages at small widths and windows that differ along the axes; the last with two heads and two blocks."""
+    return DiffusionVAEConfig(
+        latent_channels=128,
+        patch_size=4,
+        head_dim=16,
+        stage_channels=(64, 64, 64, 64, 32),
+        stage_depths=(1, 1, 1, 1, 2),
+        stage_kernels=((3, 3, 3), (3, 3, 3), (3, 3, 5), (3, 5, 3), (5, 5, 5)),
+        upsamples=(((1, 2, 2), 1), ((2, 1, 1), 1), ((2, 2, 2), 1), ((2, 2, 2), 2)),
+        timestep_scale=1000.0,
+        num_steps=1,
+        prediction="x0",
+        time_width=32,
+        gated=False,
+        model_version="2.5.0",
+    )
+
+
 def tiny_upsampler_config(*, spatial: bool) -> UpsamplerConfig:
     """One block before and one behind; GroupNorm wants 32 channels at least."""
     return UpsamplerConfig(in_channels=128, mid_channels=32, num_blocks=1, spatial=spatial)
@@ -241,6 +273,14 @@ def write_tiny_video_vae(path: str | os.PathLike[str], *, seed: int = 0) -> Path
     config = tiny_video_vae_config()
     tensors = _vae_weights(config, "", seed)
     return _write(path, tensors, {"vae": _vae_settings(config)}, config.model_version)
+
+
+def write_tiny_diffusion_vae(path: str | os.PathLike[str], *, seed: int = 0) -> Path:
+    """Write a diffusion video VAE, encoder and decoder, in the published layout (video_vae.md section 1)."""
+    config, encoder = tiny_diffusion_vae_config(), tiny_video_vae_config().encoder
+    tensors = _random_weights(DiffusionVideoVAE, config, "", seed)
+    tensors |= _random_weights(ConvVideoEncoder, encoder, "", seed)
+    return _write(path, tensors, {"vae": _diffusion_vae_settings(config, encoder)}, "2.5.0")
 
 
 def write_tiny_upsampler(path: str | os.PathLike[str], *, spatial: bool, seed: int = 0) -> Path:
@@ -336,6 +376,7 @@ def write_tiny_checkpoints(directory: str | os.PathLike[str], *, seed: int = 0) 
     return {
         "transformer": write_tiny_transformer(directory / TRANSFORMER_FILE, seed=seed),
         "video_vae": write_tiny_video_vae(directory / VIDEO_VAE_FILE, seed=seed),
+        "diffusion_video_vae": write_tiny_diffusion_vae(directory / DIFFUSION_VAE_FILE, seed=seed),
         "audio_vae": write_tiny_audio_vae(directory / AUDIO_VAE_FILE, seed=seed),
         "spatial_upscaler": write_tiny_upsampler(directory / SPATIAL_UPSCALER_FILE, spatial=True, seed=seed),
         "temporal_upscaler": write_tiny_upsampler(directory / TEMPORAL_UPSCALER_FILE, spatial=False, seed=seed),
@@ -461,6 +502,44 @@ def _vae_settings(config: ConvVAEConfig) -> dict[str, Any]:
         "encoder_base_channels": config.encoder_base_channels,
         "decoder_base_channels": config.decoder_base_channels,
         "spatial_padding_mode": "zeros",
+    }
+
+
+def _diffusion_vae_settings(config: DiffusionVAEConfig, encoder: VideoEncoderConfig) -> dict[str, Any]:
+    """The config as published files spell it, all keys of video_vae_diffusion.json."""
+    return {
+        "_class_name": "CausalDiffusionVAE",
+        "dims": 3,
+        "model_output_type": config.prediction,
+        "encoder": {
+            "_class_name": "Encoder",
+            "dims": 3,
+            "in_channels": 3,
+            "out_channels": encoder.latent_channels,
+            "blocks": encoder.blocks,
+            "patch_size": encoder.patch_size,
+            "latent_log_var": "constant",
+            "latent_log_var_value": -7.824046010856292,
+            "norm_layer": "pixel_norm",
+            "base_channels": encoder.base_channels,
+            "spatial_padding_mode": "zeros",
+        },
+        "decoder": {
+            "_class_name": "NADiffusionDecoder",
+            "in_channels": config.latent_channels,
+            "out_channels": 3,
+            "patch_size": config.patch_size,
+            "head_dim": config.head_dim,
+            "stage_channels": config.stage_channels,
+            "stage_depths": config.stage_depths,
+            "stage_kernels": config.stage_kernels,
+            "upsamples": config.upsamples,
+            "spatial_padding_mode": "zeros",
+            "resampler_kind": "linear",
+            "stage5_kernel": config.stage_kernels[-1],
+            "timestep_scale_multiplier": config.timestep_scale,
+            "default_num_inference_steps": config.num_steps,
+        },
     }
 
 

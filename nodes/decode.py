@@ -5,6 +5,7 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from ..ltx_runtime.errors import RequestError
+from ..ltx_runtime.video_vae import AskedSizes, DecodeNoise
 from . import host, live
 from .latents import check_generations, read_latent
 from .load import VideoVAE
@@ -18,37 +19,65 @@ class LTXGraphVideoDecode(io.ComfyNode):
             node_id="LTXGraphVideoDecode",
             display_name="LTX Graph Video Decode",
             category="LTXGraph",
-            description="Decodes an LTX video latent on the device: the whole clip when it fits, else an exact stream of chunks.",
+            description="Decodes an LTX video latent on the device: the whole clip when it fits, else an exact stream of "
+            "chunks or tiles, and says which.",
             search_aliases=["LTX 2.5", "VAEDecode", "VAEDecodeTiled"],
             inputs=[
                 VideoVAE.Input("video_vae", tooltip="From LTX Graph Video VAE Loader."),
                 io.Latent.Input("samples", tooltip="A video latent, or one with audio: its video part is decoded."),
-                io.Int.Input(
+                _size(
                     "temporal_size",
-                    default=0,
-                    min=0,
-                    max=16384,
-                    step=8,
-                    advanced=True,
-                    tooltip="Frames decoded at once; 0 = planned by free memory. The picture is the same either way.",
+                    8,
+                    "Frames decoded at once; 0 = planned by free memory. With the conv VAE the picture is the same either "
+                    "way; with the diffusion VAE they are tiles that overlap.",
+                    optional=False,
                 ),
                 Report.Input("report", optional=True, tooltip="From the sampler of this render; none starts a new log."),
+                _size(
+                    "temporal_overlap",
+                    8,
+                    "Frames that tiles share; 0 = as many as the decoder needs. With the conv VAE it makes tiles out of "
+                    "temporal_size, which else is streamed exactly.",
+                ),
+                _size("tile_size", 32, "Pixels a tile; 0 = planned: no tiles unless the picture does not fit."),
+                _size("overlap", 32, "Pixels that tiles share; 0 = planned."),
+                io.Int.Input(
+                    "decoder_seed",
+                    default=0,
+                    min=0,
+                    max=0xFFFFFFFFFFFFFFFF,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Of the noise that the diffusion VAE starts from; ComfyUI always takes 0. The conv VAE takes none.",
+                ),
             ],
             outputs=[io.Image.Output(display_name="images"), Report.Output(display_name="report")],
         )
 
     @classmethod
-    def execute(cls, video_vae: host.DeviceModel, samples, temporal_size: int = 0, report=None) -> io.NodeOutput:
+    def execute(
+        cls,
+        video_vae: host.DeviceModel,
+        samples,
+        temporal_size: int = 0,
+        report=None,
+        temporal_overlap: int = 0,
+        tile_size: int = 0,
+        overlap: int = 0,
+        decoder_seed: int = 0,
+    ) -> io.NodeOutput:
         latent = video_part(samples, "samples")
         check_generations(video_vae, latent=read_latent(samples, "samples"))
         vae = video_vae.model
-        # The smallest plan is asked for: a stream gives the same picture, so no other model is evicted for a larger one.
-        smallest = vae.plan(latent.shape, free_bytes=0)
+        sizes = AskedSizes(tile_size, overlap, temporal_size, temporal_overlap)
+        # No other model is evicted for more than the picture asks for: what is exact and smaller will do.
+        wanted = vae.exact_bytes(latent.shape, sizes=sizes)
         with host.stay(report, "LTXGraphVideoDecode", [video_vae]) as timeline:
-            host.make_resident([video_vae], timeline, smallest.peak_bytes)
+            host.make_resident([video_vae], timeline, wanted)
             frames = vae.decode(
                 latent,
-                temporal_size=temporal_size,
+                sizes=sizes,
+                noise=DecodeNoise(seed=decoder_seed),
                 timeline=timeline,
                 check_cancelled=host.cancel_check(),
                 on_chunk=host.step_progress(),
@@ -56,6 +85,13 @@ class LTXGraphVideoDecode(io.ComfyNode):
             images = host.to_intermediate(frames)
         report = host.extend(report, timeline, settings={"video_vae": video_vae.name})
         return io.NodeOutput(images, report, ui=live.shown({"": report}))
+
+
+def _size(name: str, step: int, tooltip: str, *, optional: bool = True) -> io.Input:
+    """An advanced size in pixels or frames, 0 = planned."""
+    return io.Int.Input(
+        name, default=0, min=0, max=16384, step=step, optional=optional, advanced=True, tooltip=tooltip
+    )
 
 
 def video_part(samples, name: str) -> Tensor:

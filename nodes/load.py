@@ -14,6 +14,7 @@ from ..ltx_runtime.runtime import TransformerModel
 from ..ltx_runtime.timing import Timeline
 from ..ltx_runtime.video_vae import VideoEncoder
 from ..ltx_runtime.video_vae import VideoVAE as VideoVAEModel
+from ..ltx_runtime.video_vae.decode import COMPONENTS as VIDEO_VAE_COMPONENTS
 from . import host
 from .lora import LoRA
 
@@ -23,27 +24,28 @@ VideoVAE = io.Custom("LTXGRAPH_VIDEO_VAE")
 _MODEL_FOLDERS = ("diffusion_models", "checkpoints")
 _MODEL_FILE = "ltx-2.5-22b-distilled-transformer-bf16.safetensors"
 _VAE_FOLDERS = ("vae", "checkpoints")
-_VAE_FILE = "ltx-2.5-video-vae-conv-bf16.safetensors"
+_VAE_FILE = "ltx-2.5-video-vae-bf16.safetensors or ltx-2.5-video-vae-conv-bf16.safetensors"
 
 
 @functools.lru_cache(maxsize=16)
-def _check_component(path: Path, _state: tuple[int, int], component: str) -> None:
-    require_component(read_header(path), component)
+def _check_component(path: Path, _state: tuple[int, int], components: tuple[str, ...]) -> None:
+    require_component(read_header(path), *components)
 
 
-def checked_file(name: str, folders: tuple[str, ...], published: str, component: str) -> Path:
-    """Path of a model file whose header was read and holds this component. Raises RequestError or CheckpointError."""
+def checked_file(name: str, folders: tuple[str, ...], published: str, *components: str) -> Path:
+    """Path of a model file whose header was read and holds one of these components. Raises RequestError or
+    CheckpointError."""
     path = host.find_model(name, *folders, published=published)
-    _check_component(path, host.file_state(path), component)
+    _check_component(path, host.file_state(path), components)
     return path
 
 
-def file_verdict(name: str | None, folders: tuple[str, ...], published: str, component: str) -> bool | str:
+def file_verdict(name: str | None, folders: tuple[str, ...], published: str, *components: str) -> bool | str:
     """True, or why a loader can't use this name: asked before a prompt runs, so that a wrong file costs no sampling."""
     if name is None:  # connected to another node: known only when it runs
         return True
     try:
-        checked_file(name, folders, published, component)
+        checked_file(name, folders, published, *components)
     except (LTXError, OSError) as error:
         return str(error)
     return True
@@ -133,7 +135,8 @@ class LTXGraphVideoVAELoader(io.ComfyNode):
             node_id="LTXGraphVideoVAELoader",
             display_name="LTX Graph Video VAE Loader",
             category="LTXGraph",
-            description="Opens an LTX-2.5 or 2.3 convolutional video VAE, to decode and to encode. Each half is read at its first use.",
+            description="Opens a video VAE of LTX-2.5, diffusion or convolutional, or of 2.3, to decode and to encode. "
+            "Each half is read at its first use.",
             search_aliases=["LTX 2.5", "LTXV", "load VAE", "VAELoader"],
             inputs=[
                 io.Combo.Input(
@@ -148,7 +151,7 @@ class LTXGraphVideoVAELoader(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, vae_name: str | None = None) -> bool | str:
-        return file_verdict(vae_name, _VAE_FOLDERS, _VAE_FILE, "video_vae_conv")
+        return file_verdict(vae_name, _VAE_FOLDERS, _VAE_FILE, *VIDEO_VAE_COMPONENTS)
 
     @classmethod
     def fingerprint_inputs(cls, vae_name: str | None = None):
@@ -156,5 +159,5 @@ class LTXGraphVideoVAELoader(io.ComfyNode):
 
     @classmethod
     def execute(cls, vae_name: str) -> io.NodeOutput:
-        path = checked_file(vae_name, _VAE_FOLDERS, _VAE_FILE, "video_vae_conv")
+        path = checked_file(vae_name, _VAE_FOLDERS, _VAE_FILE, *VIDEO_VAE_COMPONENTS)
         return io.NodeOutput(VideoVAEDevice(read_header(path), host.vae_device(), path.name))

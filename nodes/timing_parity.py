@@ -217,8 +217,8 @@ class LTXGraphParityRun(io.ComfyNode):
         job = read_job(model, **inputs)
         other_text = None if positive_b is None else _second_prompt(positive_b, job)
         models = [model, video_vae]
-        decoding = video_vae.model.plan(video_part(inputs["latent_image"], "latent_image").shape, free_bytes=0)
-        activation_bytes = job.activation_bytes(recorded=True) + decoding.peak_bytes
+        decoding_bytes = video_vae.model.exact_bytes(video_part(inputs["latent_image"], "latent_image").shape)
+        activation_bytes = job.activation_bytes(recorded=True) + decoding_bytes
         if audio_vae is not None:
             models.append(audio_vae)
             activation_bytes += audio_vae.model.decode_bytes(audio_part(inputs["latent_image"], "latent_image").shape)

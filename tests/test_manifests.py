@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from ltx_runtime.checkpoint import planned_bytes, read_header
-from ltx_runtime.config import ConvVAEConfig, TransformerConfig
+from ltx_runtime.config import ConvVAEConfig, DiffusionVAEConfig, TransformerConfig
 from ltx_runtime.duration import DurationHead, DurationNetwork
 from ltx_runtime.residency import ResidentModule, build_on_meta
 from ltx_runtime.transformer import LTXTransformer
 from ltx_runtime.upsampler import LatentUpsampler, UpsamplerNetwork
-from ltx_runtime.video_vae import ConvVideoEncoder, ConvVideoVAE, VideoEncoder, VideoVAE
+from ltx_runtime.video_vae import ConvVideoEncoder, ConvVideoVAE, DiffusionVideoVAE, VideoEncoder, VideoVAE
 
 TESTS = Path(__file__).parent
 ITEM_BYTES = {"BF16": 2, "F32": 4}
@@ -73,6 +73,18 @@ def test_the_published_vae_is_accepted_without_reading_it(tmp_path):
     assert decoder.weights_bytes + encoder.weights_bytes == 2 * 726_106_225 + 2 * 2 * 128  # both hold the statistics
     halves = (build_on_meta(lambda: ConvVideoVAE(config)), build_on_meta(lambda: ConvVideoEncoder(config.encoder)))
     assert structure(halves[0]) | structure(halves[1]) == manifest("video_vae_conv")
+
+
+def test_the_published_diffusion_vae_is_accepted_without_reading_it(tmp_path):
+    header = read_header(published_file(tmp_path / "v.safetensors", "video_vae_diffusion"))
+    assert header.component == "video_vae_diffusion"
+    config = DiffusionVAEConfig.from_header(header)
+    decoder, encoder = VideoVAE(header, device="cpu"), VideoEncoder(header, device="cpu")
+    # video_vae.md section 1: 736.1 M parameters.
+    assert round(planned_bytes(header, {"": ""}) / 2e6, 1) == 736.1
+    assert decoder.weights_bytes + encoder.weights_bytes == planned_bytes(header, {"": ""}) + 2 * 2 * 128
+    halves = (build_on_meta(lambda: DiffusionVideoVAE(config)), build_on_meta(lambda: ConvVideoEncoder(encoder.config)))
+    assert structure(halves[0]) | structure(halves[1]) == manifest("video_vae_diffusion")
 
 
 @pytest.mark.parametrize("name, spatial, weights_bytes", [

@@ -16,7 +16,7 @@ from ltx_runtime.checkpoint import read_header
 from ltx_runtime.config import ConvVAEConfig
 from ltx_runtime.errors import CheckpointError, NonFiniteError, RequestError, ShapeError
 from ltx_runtime.timing import Timeline
-from ltx_runtime.video_vae import DecodePlan, VideoVAE, load_video_vae
+from ltx_runtime.video_vae import AskedSizes, DecodePlan, Tiling, VideoVAE, load_video_vae
 from ltx_runtime.video_vae.host_frames import allocate_frames
 from ltx_runtime.video_vae.plan import MAX_ELEMENTS, plan_decode
 from ltx_runtime.video_vae.streaming import ClipMemory
@@ -246,15 +246,15 @@ def test_a_plan_that_may_not_fit_says_so():
 
 
 def test_the_users_chunk_size_is_honoured():
-    plan = published_plan(free_bytes=100 * GIB, temporal_size=33)
+    plan = published_plan(free_bytes=100 * GIB, asked=AskedSizes(temporal_size=33))
     assert plan.chunk_frames == 4
     assert "32 frames of 768x512 a chunk (temporal_size 33)" in plan.reason
-    assert published_plan(free_bytes=None, temporal_size=1).chunk_frames == 1
+    assert published_plan(free_bytes=None, asked=AskedSizes(temporal_size=1)).chunk_frames == 1
 
 
 def test_a_chunk_size_beyond_the_clip_or_the_memory_is_reduced_in_words():
-    assert published_plan(free_bytes=100 * GIB, temporal_size=4096).chunk_frames == 16
-    plan = published_plan(free_bytes=2 * GIB, temporal_size=96)
+    assert published_plan(free_bytes=100 * GIB, asked=AskedSizes(temporal_size=4096)).chunk_frames == 16
+    plan = published_plan(free_bytes=2 * GIB, asked=AskedSizes(temporal_size=96))
     assert plan.chunk_frames < 12 and plan.peak_bytes <= 2 * GIB
     assert "96 frames a chunk as asked would take" in plan.reason
 
@@ -373,9 +373,10 @@ def test_frames_larger_than_host_memory_are_refused_with_numbers():
         allocate_frames(2**30, 2**13, 2**13, available_bytes=None)
 
 
-def test_the_diffusion_decoders_file_is_named():
-    with pytest.raises(CheckpointError, match="is the diffusion video VAE .*ltx-2.5-video-vae-conv-bf16.safetensors"):
-        load_video_vae(HERE / "goldens" / "video_vae_diffusion_tiny.safetensors", device="cpu")
+def test_another_models_file_is_named():
+    words = "is the LTX transformer, not the diffusion video VAE or the conv video VAE. Pick ltx-2.5-video-vae-bf16.saf"
+    with pytest.raises(CheckpointError, match=words):
+        load_video_vae(HERE / "goldens" / "transformer_w_av25.safetensors", device="cpu")
 
 
 def test_a_vae_of_the_2_0_generation_is_refused(tmp_path):

@@ -1,16 +1,23 @@
-"""The video VAE: conv decoder and encoder, exact temporal streaming, frames out and in."""
+"""The video VAE: both decoders and the encoder, plans that make them fit, frames out and in."""
 from .conv_vae import ConvVideoEncoder, ConvVideoVAE
 from .decode import VideoVAE, load_video_vae
+from .diffusion_grid import DecodeNoise
+from .diffusion_vae import DiffusionVideoVAE
 from .encode import VideoEncoder, load_video_encoder
-from .plan import DecodePlan, EncodePlan
+from .plan import AskedSizes, DecodePlan, EncodePlan
 from .statistics import PerChannelStatistics
+from .tiling import Tiling
 
 __all__ = [
+    "AskedSizes",
     "ConvVideoEncoder",
     "ConvVideoVAE",
+    "DecodeNoise",
     "DecodePlan",
+    "DiffusionVideoVAE",
     "EncodePlan",
     "PerChannelStatistics",
+    "Tiling",
     "VideoEncoder",
     "VideoVAE",
     "load_video_encoder",

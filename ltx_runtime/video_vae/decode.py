@@ -1,6 +1,7 @@
 """The video VAE of one file: latents in, frames out.
 
-Reading order: `VideoVAE.decode`, `_chunks`. The network is in conv_vae.py, the chunk size comes from plan.py.
+Reading order: `VideoVAE.decode`, `_chunks`. The decoder, conv or diffusion, is behind decoders.py: its network, and the
+plan that cuts a clip so that it fits.
 """
 from __future__ import annotations
 
@@ -13,20 +14,21 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import CheckpointHeader, Progress, read_header, require_component
-from ..config import ConvVAEConfig
-from ..errors import CheckpointError, NonFiniteError, ShapeError
+from ..config import ConvVAEConfig, DiffusionVAEConfig
+from ..errors import NonFiniteError, ShapeError
 from ..memory import available_host_bytes, device_free_bytes
 from ..residency import ResidentModule
 from ..shapes import SPACE_FACTOR, TIME_FACTOR, VideoLatentShape
 from ..timing import Phase, Timeline
-from .conv_vae import ConvVideoVAE
+from .decoders import decoding_of
+from .diffusion_grid import COMFYUI_NOISE, DecodeNoise
 from .host_frames import FrameTransfer, allocate_frames, frames_bytes, to_frames
 from .in_flight import PhasesInFlight
-from .plan import DecodePlan, plan_decode, smaller_decode_plan
+from .plan import PLANNED, AskedSizes, DecodePlan
 from .statistics import PerChannelStatistics, load_statistics
 
 PHASE = "decode.video.chunk"
-_CONV_FILE = "ltx-2.5-video-vae-conv-bf16.safetensors"
+COMPONENTS = ("video_vae_diffusion", "video_vae_conv")
 
 Result = TypeVar("Result")
 
@@ -39,10 +41,10 @@ def load_video_vae(
     on_progress: Progress | None = None,
     timeline: Timeline | None = None,
 ) -> VideoVAE:
-    """Open a conv video VAE file and place its decoder on the device.
+    """Open a video VAE file, conv or diffusion, and place its decoder on the device.
 
     dtype None keeps the file's dtypes; it is also the dtype of the activations. on_progress(done_bytes, total_bytes).
-    Raises CheckpointError, also for the diffusion decoder's file and for a VAE of the 2.0 generation.
+    Raises CheckpointError, also for a VAE of the 2.0 generation.
     """
     vae = VideoVAE(read_header(path), device=device, dtype=dtype)
     vae.ensure_resident(timeline, on_progress)
@@ -50,51 +52,54 @@ def load_video_vae(
 
 
 class VideoVAE(ResidentModule):
-    """The conv decoder of one file. The file's encoder has a handle of its own, VideoEncoder."""
+    """The decoder of one file, conv or diffusion. The file's encoder has a handle of its own, VideoEncoder."""
 
     def __init__(self, header: CheckpointHeader, *, device: torch.device | str, dtype: torch.dtype | None = None):
         """Checks the header; the weights are read by ensure_resident, at the latest in decode."""
-        if "video_vae_diffusion" in header.components and "video_vae_conv" not in header.components:
-            raise CheckpointError(
-                f"{header.path.name} is the diffusion video VAE (published as ltx-2.5-video-vae-bf16.safetensors); "
-                f"this version decodes only with the conv video VAE. Pick {_CONV_FILE} in models/vae."
-            )
-        require_component(header, "video_vae_conv")
-        self.config = ConvVAEConfig.from_header(header)
-        prefix = header.prefixes["video_vae_conv"]
-        prefix_map = {part: prefix + part for part in ("decoder.", "per_channel_statistics.")}
-        super().__init__(header, lambda: ConvVideoVAE(self.config), prefix_map, device=device, dtype=dtype)
-        weight = header.tensors[f"{prefix}decoder.conv_in.conv.weight"]
+        component = require_component(header, *COMPONENTS)
+        self._decoding = decoding_of(header, component)
+        self._prefix = header.prefixes[component]
+        prefix_map = {part: self._prefix + part for part in self._decoding.parts(header)}
+        super().__init__(header, self._decoding.build, prefix_map, device=device, dtype=dtype)
+        weight = header.tensors[self._prefix + self._decoding.first_weight]
         self._item_bytes = dtype.itemsize if dtype else weight.num_bytes // weight.num_elements
+
+    @property
+    def config(self) -> ConvVAEConfig | DiffusionVAEConfig:
+        return self._decoding.config
 
     def statistics(self) -> PerChannelStatistics:
         """Mean and deviation of the latents on the device, read by themselves: the decoder need not be resident."""
-        prefix = self.header.prefixes["video_vae_conv"]
-        return load_statistics(self.header, prefix, self.config.latent_channels, self.device)
+        return load_statistics(self.header, self._prefix, self.config.latent_channels, self.device)
 
-    def plan(self, latent_shape: Sequence[int], free_bytes: int | None = None, *, temporal_size: int = 0) -> DecodePlan:
+    def plan(
+        self, latent_shape: Sequence[int], free_bytes: int | None = None, *, sizes: AskedSizes = PLANNED
+    ) -> DecodePlan:
         """How a latent of this shape would be decoded now.
 
-        free_bytes: device memory to stay within; None asks the device. temporal_size: see plan_decode.
-        Raises ShapeError for a latent that this VAE can't decode.
+        free_bytes: device memory to stay within; None asks the device. Raises ShapeError for a latent that this VAE
+        can't decode.
         """
         shape = self._check_shape(latent_shape)
         if free_bytes is None:
             free_bytes = self._free_bytes(shape)
-        return plan_decode(
-            self.config,
-            shape.as_tuple(),
-            item_bytes=self._item_bytes,
-            free_bytes=free_bytes,
-            temporal_size=temporal_size,
+        return self._decoding.plan(
+            shape.as_tuple(), item_bytes=self._item_bytes, free_bytes=free_bytes, asked=sizes
         )
+
+    def exact_bytes(self, latent_shape: Sequence[int], *, sizes: AskedSizes = PLANNED) -> int:
+        """Device memory beside the weights that the smallest plan takes which gives the untiled picture, or that of the
+        tiles asked for: what is worth having room made for. Raises ShapeError."""
+        shape = self._check_shape(latent_shape)
+        return self._decoding.exact_bytes(shape.as_tuple(), item_bytes=self._item_bytes, asked=sizes)
 
     def decode(
         self,
         latent: Tensor,
         *,
         plan: DecodePlan | None = None,
-        temporal_size: int = 0,
+        sizes: AskedSizes = PLANNED,
+        noise: DecodeNoise = COMFYUI_NOISE,
         timeline: Timeline | None = None,
         check_cancelled: Callable[[], None] | None = None,
         on_chunk: Callable[[int, int], None] | None = None,
@@ -102,13 +107,14 @@ class VideoVAE(ResidentModule):
         """Decode to frames on the host, in ComfyUI's IMAGE layout.
 
         latent: (B, C, F, H, W) float, normalised, on any device. Returns (B*(8(F-1)+1), 32H, 32W, 3) float32 in [0, 1].
-        plan: run exactly this plan; without one it is planned now (temporal_size: see plan_decode), and planned smaller
-        when the device runs out of memory all the same.
+        plan: run exactly this plan; without one it is planned now, with the sizes that the user asked for, and planned
+        smaller when the device runs out of memory all the same.
+        noise: of the diffusion decoder; the conv decoder takes none.
         check_cancelled: called before every chunk; whatever it raises ends the decode and leaves the VAE usable.
         on_chunk(done, total): frames that have reached the host.
         While a chunk is copied to the host, the device computes the next one.
-        Raises ShapeError and RequestError (host memory) before any work, CheckpointError, and NonFiniteError naming the
-        chunk. Source: video_vae.md sections 3, 5, 7.
+        Raises ShapeError and RequestError (host memory, noise) before any work, CheckpointError, and NonFiniteError
+        naming the chunk. Source: video_vae.md sections 3, 5, 6, 7.
         """
         shape = self._check_shape(latent.shape)
         total = shape.batch * shape.num_frames
@@ -131,7 +137,7 @@ class VideoVAE(ResidentModule):
             ranges = []
             behind = None
             with in_flight:
-                for chunk in self._chunks(latent, plan, in_flight, check_cancelled):
+                for chunk in self._chunks(latent, plan, noise, in_flight, check_cancelled):
                     ranges.append(chunk.value_range())
                     frames = to_frames(chunk.pixels)
                     chunk.pixels = None  # room for the next chunk
@@ -144,14 +150,15 @@ class VideoVAE(ResidentModule):
             _check_finite(ranges)
             return host
 
-        return self._with_plan(latent, plan, temporal_size, timeline, run)
+        return self._with_plan(latent, plan, sizes, noise, timeline, run)
 
     def decode_raw(
         self,
         latent: Tensor,
         *,
         plan: DecodePlan | None = None,
-        temporal_size: int = 0,
+        sizes: AskedSizes = PLANNED,
+        noise: DecodeNoise = COMFYUI_NOISE,
         timeline: Timeline | None = None,
         check_cancelled: Callable[[], None] | None = None,
     ) -> Tensor:
@@ -163,25 +170,26 @@ class VideoVAE(ResidentModule):
             clips: list[list[Tensor]] = [[] for _ in range(latent.shape[0])]
             ranges = []
             with PhasesInFlight(timeline, PHASE) as in_flight:
-                for chunk in self._chunks(latent, plan, in_flight, check_cancelled):
+                for chunk in self._chunks(latent, plan, noise, in_flight, check_cancelled):
                     ranges.append(chunk.value_range())
                     clips[chunk.item].append(chunk.pixels)
                     in_flight.end(chunk.phase)
             _check_finite(ranges)
             return torch.cat([torch.cat(pieces, dim=2) for pieces in clips])
 
-        return self._with_plan(latent, plan, temporal_size, timeline, run)
+        return self._with_plan(latent, plan, sizes, noise, timeline, run)
 
     def _with_plan(
         self,
         latent: Tensor,
         plan: DecodePlan | None,
-        temporal_size: int,
+        sizes: AskedSizes,
+        noise: DecodeNoise,
         timeline: Timeline,
         run: Callable[[Tensor, DecodePlan], Result],
     ) -> Result:
         """Check the latent, bring the weights, and run a plan; one made here gives way when memory runs out."""
-        self._check_shape(latent.shape)
+        self._decoding.check_noise(noise, self._check_shape(latent.shape).as_tuple())
         self.ensure_resident(timeline)
         with torch.inference_mode():
             latent = latent.to(self.device)
@@ -192,13 +200,16 @@ class VideoVAE(ResidentModule):
                     PHASE, f"{bad} of {count} values of the latent are NaN or Inf, so what made the latent failed."
                 )
             may_shrink = plan is None
-            plan = plan or self.plan(latent.shape, temporal_size=temporal_size)
+            plan = plan or self.plan(latent.shape, sizes=sizes)
+            backend = self._decoding.backend(self.device, self.module.dtype)
+            if backend:
+                timeline.note(PHASE, backend)
             while True:
                 timeline.note(PHASE, plan.reason, chunk_latent_frames=plan.chunk_frames, peak_bytes=plan.peak_bytes)
                 try:
                     return run(latent, plan)
                 except torch.OutOfMemoryError:
-                    smaller = smaller_decode_plan(self.config, latent.shape, plan, item_bytes=self._item_bytes)
+                    smaller = self._decoding.smaller(latent.shape, plan, item_bytes=self._item_bytes)
                     if not may_shrink or smaller is None:
                         raise
                     plan = smaller
@@ -208,6 +219,7 @@ class VideoVAE(ResidentModule):
         self,
         latent: Tensor,
         plan: DecodePlan,
+        noise: DecodeNoise,
         in_flight: PhasesInFlight,
         check_cancelled: Callable[[], None] | None,
     ) -> Iterator[_Chunk]:
@@ -215,7 +227,7 @@ class VideoVAE(ResidentModule):
         clip_frames = (latent.shape[2] - 1) * TIME_FACTOR + 1
         index = 0
         for item in range(latent.shape[0]):
-            pieces = self.module.decode(latent[item : item + 1], plan.chunk_frames)
+            pieces = self._decoding.pieces(self.module, latent, item, plan, noise, check_cancelled or _no_check)
             frame = 0
             while frame < clip_frames:
                 if check_cancelled is not None:
@@ -254,6 +266,10 @@ class VideoVAE(ResidentModule):
             height, width = shape.height * SPACE_FACTOR, shape.width * SPACE_FACTOR
             free -= frames_bytes(shape.batch * shape.num_frames, height, width)  # they lie in the same memory
         return max(0, free - (0 if self.resident else self.weights_bytes))
+
+
+def _no_check() -> None:
+    return None
 
 
 @dataclass

@@ -117,6 +117,15 @@ class DecodeGrid:
             for cells, size, overlap, minimum in zip(self.cells, tiling.size, tiling.overlap, self.tile_minimum)
         ]
 
+    def largest_tile(self, tiling: Tiling) -> tuple[Sizes, Sizes]:
+        """(cells, (frames, height, width) of what it makes) along each axis of the largest tile."""
+        cells = tuple(max(tile.stop - tile.start for tile in tiles) for tiles in self.tiles(tiling))
+        scales = (self.frame_cells, self.pixel_cells, self.pixel_cells)
+        made = [size * scale for size, scale in zip(cells, scales)]
+        if cells[0] == self.cells[0]:
+            made[0] -= self.frame_cells - 1
+        return cells, tuple(made)
+
     def spans(self, tiling: Tiling) -> tuple[list[Span], list[Span], list[Span]]:
         """Tiles of each axis with the frames, rows and columns that they give."""
         times, rows, columns = self.tiles(tiling)
@@ -148,13 +157,27 @@ class DecodeNoise:
 
     seed: of a generator on the weights' device, anew for every clip of a batch, which draws in the weights' dtype;
     ComfyUI always takes 0. canvas: the noise itself instead, (1 or B, 3, F, Hpx, Wpx) as DecodeGrid has them.
-    per_tile: tiles draw their own, one after the other, as the reference does in a decode of one step. Else all tiles
-    take their part of one canvas, which is the noise of the untiled decode.
+    per_tile: tiles draw their own, one after the other, as the reference does in a decode of one step (with more steps
+    this has no effect). Else all tiles take their part of one canvas, which is the noise of the untiled decode.
     """
 
     seed: int = 0
     canvas: Tensor | None = None
     per_tile: bool = False
+
+    def check(self, clips: int, grid: DecodeGrid) -> None:
+        """Raises RequestError for a canvas that does not fit so many clips."""
+        if self.canvas is None:
+            return
+        given, wanted = tuple(self.canvas.shape), (PIXEL_CHANNELS, grid.frames, grid.height, grid.width)
+        if given[1:] != wanted or given[0] not in (1, clips):
+            raise RequestError(
+                f"the noise of the video decoder has shape {given}, this latent is decoded from {(clips, *wanted)}. "
+                "Give noise of this shape, or a seed."
+            )
+
+
+COMFYUI_NOISE = DecodeNoise()
 
 
 class ClipNoise:
@@ -163,19 +186,13 @@ class ClipNoise:
     def __init__(
         self, noise: DecodeNoise, item: int, grid: DecodeGrid, *, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """item: number of the clip in its batch. Raises RequestError for a canvas of another shape."""
+        """item: number of the clip in its batch."""
         self._shape = (1, PIXEL_CHANNELS, grid.frames, grid.height, grid.width)
         self._like = {"device": device, "dtype": dtype}
         self._generator = torch.Generator(device).manual_seed(noise.seed)
         self._canvas = None
         if noise.canvas is not None:
-            given = tuple(noise.canvas.shape)
-            if given[1:] != self._shape[1:] or given[0] not in (1, max(given[0], item + 1)):
-                raise RequestError(
-                    f"the noise of the video decoder has shape {given}, this latent is decoded from {self._shape}. "
-                    "Give noise of this shape, or a seed."
-                )
-            self._canvas = noise.canvas[item if given[0] > 1 else 0][None].to(**self._like)
+            self._canvas = noise.canvas[item if len(noise.canvas) > 1 else 0][None].to(**self._like)
         elif not noise.per_tile:
             self._canvas = self._draw(self._shape)
 

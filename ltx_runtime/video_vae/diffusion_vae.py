@@ -138,7 +138,7 @@ class DiffusionDecoder(nn.Module):
         """Stages 4 and 5, and the denoising loop.
 
         features: (1, t, h, w, C4), a tile of the trunk's result; changed in place.
-        noise: (1, 3, F, Hpx, Wpx) in the weights' dtype, F no more than the frames of t cells: the others are not made.
+        noise: (1, 3, F, Hpx, Wpx) in the weights' dtype. F may be less than the frames of t cells, the last are not made.
         starts: the tile holds the clip's first cell, which has one frame less. head_groups: see Workspace.
         Yields pixels (1, 3, n, Hpx, Wpx), unclamped, frame after frame.
         """

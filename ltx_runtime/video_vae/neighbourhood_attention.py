@@ -25,8 +25,8 @@ logger = logging.getLogger("ltxgraph")
 
 Sizes = tuple[int, int, int]
 
-# Queries that the plain path takes at once; with a window of 11^3 they see 6552 keys.
-_PLAIN_TILE: Sizes = (4, 8, 16)
+# Queries that the plain path takes at once; with a window of 11^3 they see 4536 keys.
+_PLAIN_TILE: Sizes = (4, 8, 8)
 
 # Why Triton can't run in this process, found out by the first call: a fact about the process, hence module level.
 _triton_failure: str | None = None

@@ -1,6 +1,6 @@
-"""How to cut a decode or an encode so that it fits: the whole clip, an exact stream of chunks, in the end tiles.
+"""How to cut a conv decode or an encode so that it fits: the whole clip, an exact stream of chunks, in the end tiles.
 
-Source: video_vae.md section 5 (sizes, limits).
+Source: video_vae.md section 5 (sizes, limits). The diffusion decoder's plans are in diffusion_plan.py.
 """
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from ..config import ConvVAEConfig, VideoEncoderConfig
 from ..memory import in_words
 from ..shapes import SPACE_FACTOR, TIME_FACTOR
 from .conv_vae import PIXEL_CHANNELS, decoder_block_specs, encoder_block_specs
+from .host_frames import frames_bytes
+from .tiling import Tiling
 
 # 32-bit indices inside cuDNN and in many kernels.
 MAX_ELEMENTS = 2**31 - 1
@@ -24,16 +26,36 @@ _SMALLEST_OVERLAP = 2
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """One plan gives the same bits every time; two plans agree up to rounding.
+    """One plan gives the same bits every time; two without tiles agree up to rounding, tiles change the picture.
 
     chunk_frames: latent frames a chunk; at least those of the clip means that the clip runs whole.
     peak_bytes: estimated device memory beyond the weights.
     reason: what is done and why, in words, for the log and the report.
+    tiling: overlapping tiles, in latent cells (conv decoder) or cells of stage 4 (diffusion decoder); None = no tiles.
+    head_groups: of the diffusion decoder, see diffusion_layers.Workspace.
     """
 
     chunk_frames: int
     peak_bytes: int
     reason: str
+    tiling: Tiling | None = None
+    head_groups: int = 1
+
+
+@dataclass(frozen=True)
+class AskedSizes:
+    """What a user set for a decode, in pixels and frames; 0 = planned.
+
+    Conv decoder: temporal_size alone is the chunk of an exact stream; with temporal_overlap, overlapping tiles in time.
+    """
+
+    tile_size: int = 0
+    overlap: int = 0
+    temporal_size: int = 0
+    temporal_overlap: int = 0
+
+
+PLANNED = AskedSizes()
 
 
 @dataclass(frozen=True)
@@ -56,25 +78,94 @@ def plan_decode(
     *,
     item_bytes: int,
     free_bytes: int | None,
-    temporal_size: int = 0,
+    asked: AskedSizes = PLANNED,
 ) -> DecodePlan:
-    """Choose the largest chunk that fits.
+    """Choose the largest chunk that fits; where the smallest does not, the largest tile.
 
     latent_shape: (B, C, F, H, W); clips of a batch are decoded one after the other, so B does not matter.
     item_bytes: bytes of one element of the activations.
     free_bytes: device memory that the decode may use, None where nothing tells it.
-    temporal_size: pixel frames a chunk as the user set them, 0 = planned; honoured where it fits, else reduced, which
-        the reason then says.
+    asked: a chunk size is honoured where it fits, else reduced, which the reason then says; tiles always.
     """
     _, _, frames, height, width = latent_shape
+    time = _time_tiles(frames, asked)
+    chunked = time[0] + 1 if time else frames  # a later tile begins one latent frame earlier
+    temporal_size = 0 if time else asked.temporal_size
 
-    def need(chunk: int) -> _Footprint:
-        return _decoder_footprint(config, frames, height, width, chunk, item_bytes)
+    def need(tile: int) -> Callable[[int], _Footprint]:
+        rows, columns = (min(tile, height), min(tile, width)) if tile else (height, width)
+        blended = _blend_bytes(chunked, height, width) if tile or time else 0
+        return lambda chunk: _decoder_footprint(config, chunked, rows, columns, chunk, item_bytes).plus(blended)
 
-    chunk, reason, fits = _choose_chunk(need, frames, _in_pixels(width, height), free_bytes, temporal_size)
+    def choose(tile: int) -> tuple[int, str, bool]:
+        return _choose_chunk(need(tile), chunked, _in_pixels(width, height), free_bytes, temporal_size)
+
+    tile, chunk, reason = _largest_that_fits(choose, height, width, asked.tile_size)
+    peak_bytes = need(tile)(chunk).peak_bytes
+    return _decode_plan((height, width), tile, asked.overlap // SPACE_FACTOR, time, chunk, peak_bytes, reason)
+
+
+def exact_decode_bytes(
+    config: ConvVAEConfig, latent_shape: Sequence[int], *, item_bytes: int, asked: AskedSizes = PLANNED
+) -> int:
+    """Device memory that the smallest plan takes which gives the picture of the untiled decode, or of the tiles that
+    were asked for: what is worth having room made for."""
+    _, _, frames, height, width = latent_shape
+    if asked.tile_size or asked.temporal_overlap:
+        return plan_decode(config, latent_shape, item_bytes=item_bytes, free_bytes=0, asked=asked).peak_bytes
+    return _decoder_footprint(config, frames, height, width, 1, item_bytes).peak_bytes
+
+
+def _time_tiles(frames: int, asked: AskedSizes) -> tuple[int, int] | None:
+    """(size, overlap) of asked tiles in time, in latent frames, or None when there are none."""
+    if not asked.temporal_overlap or not asked.temporal_size or asked.temporal_size >= frames * TIME_FACTOR:
+        return None
+    overlap = max(1, asked.temporal_overlap // TIME_FACTOR)
+    return max(asked.temporal_size // TIME_FACTOR, 2, overlap + 1), overlap
+
+
+def _decode_plan(
+    cells: tuple[int, int],
+    tile: int,
+    overlap: int,
+    time: tuple[int, int] | None,
+    chunk: int,
+    peak_bytes: int,
+    reason: str,
+) -> DecodePlan:
+    """tile, overlap: latent cells, 0 = none and planned. time: see _time_tiles."""
+    if not tile and time is None:
+        return DecodePlan(chunk, peak_bytes, reason)
+    overlap = min(overlap or max(_SMALLEST_OVERLAP, tile // 4), tile - 1) if tile else 0
+    words = []
+    if time is not None:
+        words.append(f"{time[0] * TIME_FACTOR} frames that share {time[1] * TIME_FACTOR}")
+    if tile:
+        words.append(f"{tile * SPACE_FACTOR} pixels that share {overlap * SPACE_FACTOR}")
+    tiling = Tiling(
+        (time[0] if time else 0, *(tile if tile < size else 0 for size in cells)),
+        (time[1] if time else 0, overlap, overlap),
+    )
+    return DecodePlan(chunk, peak_bytes, f"tiles of {' and of '.join(words)}, each as {reason}", tiling)
+
+
+def _largest_that_fits(
+    choose: Callable[[int], tuple[int, str, bool]], height: int, width: int, tile_size: int
+) -> tuple[int, int, str]:
+    """(tile in latent cells or 0, chunk, reason). tile_size: pixels as the user set them, 0 = planned: no tiles unless
+    they are needed. choose: of a tile, see _choose_chunk."""
+    tile = 0 if not tile_size or tile_size >= max(height, width) * SPACE_FACTOR else max(2, tile_size // SPACE_FACTOR)
+    chunk, reason, fits = choose(tile)
+    if not fits and not tile_size:
+        for tile in range(max(height, width) - 1, _SMALLEST_TILE - 1, -1):
+            chunk, reason, fits = choose(tile)
+            if fits:
+                break
+        if tile:
+            reason += "; the smallest chunk of the whole picture would not fit"
     if not fits:
-        reason += "; no chunk is smaller, so this may run out of memory: use a smaller picture"
-    return DecodePlan(chunk, need(chunk).peak_bytes, reason)
+        reason += "; nothing is smaller, so this may run out of memory: use a smaller picture"
+    return tile, chunk, reason
 
 
 def plan_encode(
@@ -103,30 +194,30 @@ def plan_encode(
         rows, columns = (min(tile, height), min(tile, width)) if tile else (height, width)
         return lambda chunk: _encoder_footprint(config, frames, rows, columns, chunk, item_bytes)
 
-    tile = 0 if not tile_size or tile_size >= max(height, width) * SPACE_FACTOR else tile_size // SPACE_FACTOR
-    chunk, reason, fits = choose(tile)
-    if not fits and not tile_size:
-        for tile in range(max(height, width) - 1, _SMALLEST_TILE - 1, -1):
-            chunk, reason, fits = choose(tile)
-            if fits:
-                break
-        if tile:
-            reason += "; the smallest chunk of the whole picture would not fit"
-    if not fits:
-        reason += "; nothing is smaller, so this may run out of memory: use a smaller picture"
+    tile, chunk, reason = _largest_that_fits(choose, height, width, tile_size)
     return _encode_plan(tile, overlap // SPACE_FACTOR, chunk, need(tile)(chunk).peak_bytes, reason)
 
 
 def smaller_decode_plan(
     config: ConvVAEConfig, latent_shape: Sequence[int], failed: DecodePlan, *, item_bytes: int
 ) -> DecodePlan | None:
-    """Half of a plan that ran out of memory, or None when there is nothing smaller."""
+    """Half of a plan that ran out of memory, or None when there is nothing smaller: first of its chunk, then of its
+    tiles."""
     _, _, frames, height, width = latent_shape
-    chunk = min(failed.chunk_frames, frames) // 2
+    size, shared = (failed.tiling.size, failed.tiling.overlap) if failed.tiling else ((0, 0, 0), (0, 0, 0))
+    time = (size[0], shared[0]) if size[0] else None
+    clip = min(frames, size[0] + 1) if time else frames
+    chunk, tile = min(failed.chunk_frames, clip) // 2, max(size[1:])
     if not chunk:
-        return None
-    footprint = _decoder_footprint(config, frames, height, width, chunk, item_bytes)
-    return DecodePlan(chunk, footprint.peak_bytes, _after_failure(chunk, footprint, failed.reason))
+        chunk, tile = 1, (tile or max(height, width)) // 2
+        if tile < _SMALLEST_TILE:
+            return None
+    rows, columns = (min(tile, height), min(tile, width)) if tile else (height, width)
+    blended = _blend_bytes(clip, height, width) if tile or time else 0
+    footprint = _decoder_footprint(config, clip, rows, columns, chunk, item_bytes).plus(blended)
+    reason = _after_failure(chunk, footprint, failed.reason)
+    overlap = min(shared[1], tile // 2)
+    return _decode_plan((height, width), tile, overlap, time, chunk, footprint.peak_bytes, reason)
 
 
 def smaller_encode_plan(
@@ -200,6 +291,14 @@ class _Footprint:
 
     elements: int
     peak_bytes: int
+
+    def plus(self, num_bytes: int) -> _Footprint:
+        return _Footprint(self.elements, self.peak_bytes + num_bytes)
+
+
+def _blend_bytes(frames: int, height: int, width: int) -> int:
+    """Of the float32 sum of the tiles of so many latent frames."""
+    return frames_bytes(TIME_FACTOR * (frames - 1) + 1, height * SPACE_FACTOR, width * SPACE_FACTOR)
 
 
 class _Tally:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..shapes import SPACE_FACTOR
+from ..shapes import SPACE_FACTOR, TIME_FACTOR
 
 CHANNELS = 3
 
@@ -99,6 +99,35 @@ class Span:
     @property
     def positions(self) -> slice:
         return slice(self.first, self.last)
+
+
+def latent_spans(latent: Sequence[int], tiling: Tiling) -> tuple[list[Span], list[Span], list[Span]]:
+    """Tiles of a latent (frames, height, width) with the frames, rows and columns that the conv decoder makes of each.
+    tiling: in latent cells.
+
+    A latent frame stands for 8 frames, the first of a tile for one: so a later tile begins one latent frame earlier,
+    and its first frame counts for nothing.
+    """
+    times, rows, columns = (split_axis(*axis) for axis in zip(latent, tiling.size, tiling.overlap))
+    return (
+        [_latent_time_span(tile) for tile in times],
+        [_latent_space_span(tile) for tile in rows],
+        [_latent_space_span(tile) for tile in columns],
+    )
+
+
+def _latent_time_span(tile: Tile) -> Span:
+    start = max(0, tile.start - 1)
+    first, last = TIME_FACTOR * start, TIME_FACTOR * (tile.stop - 1) + 1
+    left = TIME_FACTOR * tile.left + 1 if tile.start else 0
+    weights = ramp_weights(last - first, left, TIME_FACTOR * tile.right, from_zero=True)
+    return Span(start, tile.stop, first, last, weights)
+
+
+def _latent_space_span(tile: Tile) -> Span:
+    first, last = SPACE_FACTOR * tile.start, SPACE_FACTOR * tile.stop
+    weights = ramp_weights(last - first, SPACE_FACTOR * tile.left, SPACE_FACTOR * tile.right)
+    return Span(tile.start, tile.stop, first, last, weights)
 
 
 def completed(spans: Sequence[Span]) -> list[Span]:

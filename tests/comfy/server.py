@@ -118,6 +118,7 @@ def install_tiny(base: Path, seed: int = 0) -> None:
     folders = {
         "transformer": "models/diffusion_models",
         "video_vae": "models/vae",
+        "diffusion_video_vae": "models/vae",
         "positive": "input",
         "negative": "input",
         "spatial_upscaler": "models/latent_upscale_models",

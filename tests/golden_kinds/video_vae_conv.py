@@ -8,12 +8,21 @@ import torch
 from safetensors import safe_open
 
 from golden_kinds import compare, metadata, metadata_json
-from ltx_runtime.video_vae import ConvVideoVAE, EncodePlan, VideoEncoder, load_video_encoder, load_video_vae
+from ltx_runtime.video_vae import (
+    ConvVideoVAE,
+    DecodePlan,
+    EncodePlan,
+    Tiling,
+    VideoEncoder,
+    VideoVAE,
+    load_video_encoder,
+    load_video_vae,
+)
 from ltx_runtime.video_vae.conv_layers import patchify, pixel_norm, unpatchify
 from ltx_runtime.video_vae.conv_vae import layers_of
 from ltx_runtime.video_vae.streaming import ClipMemory
 
-PENDING = {"tiled_*": "no spatial tiling and no overlap tiling yet"}
+PENDING: dict[str, str] = {}
 TOLERANCE = 1e-4
 # Entries of the metadata that describe the file and are no cases.
 _NOT_CASES = ("bf16_guidance", "workspace_path_vs_plain_max_abs")
@@ -32,15 +41,18 @@ def check(path: Path, case: str):
     weights = path.parent / metadata(path)["weights"]
     with torch.inference_mode():
         if case.startswith("dec_"):
-            yield from _check_decode(_decoder(weights), golden)
+            yield from _check_decode(_decoder(weights).module, golden)
+            return
+        tiling = metadata_json(path, "cases")[case].get("tiling", {})
+        if case.startswith("tiled_"):
+            yield from _check_tiled_decode(_decoder(weights), golden, tiling)
         else:
-            tiling = metadata_json(path, "cases")[case].get("tiling", {})
             yield from _check_encode(_encoder(weights), golden, tiling)
 
 
 @lru_cache(maxsize=1)
-def _decoder(weights: Path) -> ConvVideoVAE:
-    return load_video_vae(weights, device="cpu", dtype=torch.float32).module
+def _decoder(weights: Path) -> VideoVAE:
+    return load_video_vae(weights, device="cpu", dtype=torch.float32)
 
 
 @lru_cache(maxsize=1)
@@ -65,6 +77,18 @@ def _check_decode(vae: ConvVideoVAE, golden):
             yield compare(f"up_blocks.{index}", x, golden[f"inter.up_blocks.{index}"], TOLERANCE)
         x = unpatchify(vae.decoder.conv_out(x, memory, True), vae.decoder.patch_size)
         yield compare("conv_out", x, golden["out"], TOLERANCE)
+
+
+def _check_tiled_decode(vae: VideoVAE, golden, tiling):
+    axes = [(tiling[axis], scale) for axis, scale in (("frames", 8), ("height", 32), ("width", 32))]
+    tiles = Tiling(
+        tuple(axis["tile_size"] // scale for axis, scale in axes),
+        tuple(axis["overlap"] // scale for axis, scale in axes),
+    )
+    frames = golden["latent"].shape[2]
+    for chunk in (frames, 1):
+        pixels = vae.decode_raw(golden["latent"], plan=DecodePlan(chunk, 0, "golden", tiles))
+        yield compare(f"out, {chunk} latent frames a chunk", pixels, golden["out"], TOLERANCE)
 
 
 def _check_encode(encoder: VideoEncoder, golden, tiling):

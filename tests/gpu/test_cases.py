@@ -23,6 +23,7 @@ from ltx_runtime.parity import digest
 from ltx_runtime.parity_run import run_parity
 from ltx_runtime.sampler import sample
 from ltx_runtime.timing import Timeline
+from ltx_runtime.video_vae import AskedSizes
 from ltx_runtime.video_vae.host_frames import FrameTransfer
 
 
@@ -337,7 +338,7 @@ def test_h4_h5_twenty_prompts_with_decode_neither_grow_nor_slow_down(model, vae,
 
 def test_h6_fifty_decodes_with_delays_on_either_stream_are_alike(model, vae, monkeypatch):
     latent = render(model).video
-    plan = vae.plan(latent.shape, temporal_size=8)
+    plan = vae.plan(latent.shape, sizes=AskedSizes(temporal_size=8))
     expected = digest(vae.decode(latent, plan=plan))
     write, to_frames = FrameTransfer.write, vae.module.decode
     delays = itertools.cycle((0, 2_000_000, 300_000, 6_000_000))

@@ -1,0 +1,191 @@
+"""The two decoders behind VideoVAE, under one surface: config, network, plans, and pixels piece by piece.
+
+Source: video_vae.md section 1 (which file holds which).
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint import CheckpointHeader
+from ..config import ConvVAEConfig, DiffusionVAEConfig
+from .conv_vae import ConvVideoVAE
+from .diffusion_grid import ClipNoise, DecodeGrid, DecodeNoise
+from .diffusion_plan import exact_diffusion_bytes, plan_diffusion_decode, smaller_diffusion_plan
+from .diffusion_vae import DiffusionVideoVAE
+from .neighbourhood_attention import attention_backend
+from .plan import AskedSizes, DecodePlan, exact_decode_bytes, plan_decode, smaller_decode_plan
+from .statistics import PREFIX as STATISTICS
+from .tiling import Span, blend, latent_spans
+
+
+class Decoding(Protocol):
+    """What VideoVAE asks of a decoder.
+
+    component: as in CheckpointHeader.components. first_weight: name of a weight that has the activations' dtype.
+    """
+
+    component: str
+    first_weight: str
+    config: ConvVAEConfig | DiffusionVAEConfig
+
+    def build(self) -> nn.Module:
+        """The network, where tensors are on the meta device."""
+
+    def parts(self, header: CheckpointHeader) -> Sequence[str]:
+        """Starts of the names, without the file's prefix, that belong to the network."""
+
+    def plan(
+        self, latent_shape: Sequence[int], *, item_bytes: int, free_bytes: int | None, asked: AskedSizes
+    ) -> DecodePlan: ...
+
+    def exact_bytes(self, latent_shape: Sequence[int], *, item_bytes: int, asked: AskedSizes) -> int:
+        """See plan.exact_decode_bytes."""
+
+    def smaller(self, latent_shape: Sequence[int], failed: DecodePlan, *, item_bytes: int) -> DecodePlan | None:
+        """What to try after a plan that ran out of memory."""
+
+    def backend(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Words about a choice of kernels that a user should know of, or none."""
+
+    def check_noise(self, noise: DecodeNoise, latent_shape: Sequence[int]) -> None:
+        """Raises RequestError for noise that does not fit a latent of this shape."""
+
+    def pieces(
+        self,
+        module: nn.Module,
+        latent: Tensor,
+        item: int,
+        plan: DecodePlan,
+        noise: DecodeNoise,
+        before_tile: Callable[[], None],
+    ) -> Iterator[Tensor]:
+        """Pixels (1, 3, n, 32H, 32W) of clip `item` of latents (B, C, F, H, W), in the activation dtype, unclamped, in
+        order: 8(F-1)+1 frames. No host sync."""
+
+
+class ConvDecoding:
+    """See conv_vae.py."""
+
+    component = "video_vae_conv"
+    first_weight = "decoder.conv_in.conv.weight"
+
+    def __init__(self, header: CheckpointHeader) -> None:
+        self.config = ConvVAEConfig.from_header(header)
+
+    def build(self) -> nn.Module:
+        return ConvVideoVAE(self.config)
+
+    def parts(self, header: CheckpointHeader) -> Sequence[str]:
+        return ("decoder.", STATISTICS)
+
+    def plan(
+        self, latent_shape: Sequence[int], *, item_bytes: int, free_bytes: int | None, asked: AskedSizes
+    ) -> DecodePlan:
+        return plan_decode(self.config, latent_shape, item_bytes=item_bytes, free_bytes=free_bytes, asked=asked)
+
+    def exact_bytes(self, latent_shape: Sequence[int], *, item_bytes: int, asked: AskedSizes) -> int:
+        return exact_decode_bytes(self.config, latent_shape, item_bytes=item_bytes, asked=asked)
+
+    def smaller(self, latent_shape: Sequence[int], failed: DecodePlan, *, item_bytes: int) -> DecodePlan | None:
+        return smaller_decode_plan(self.config, latent_shape, failed, item_bytes=item_bytes)
+
+    def backend(self, device: torch.device, dtype: torch.dtype) -> str:
+        return ""
+
+    def check_noise(self, noise: DecodeNoise, latent_shape: Sequence[int]) -> None:
+        """It takes none."""
+
+    def pieces(
+        self,
+        module: ConvVideoVAE,
+        latent: Tensor,
+        item: int,
+        plan: DecodePlan,
+        noise: DecodeNoise,
+        before_tile: Callable[[], None],
+    ) -> Iterator[Tensor]:
+        clip = latent[item : item + 1]
+        if plan.tiling is None:
+            yield from module.decode(clip, plan.chunk_frames)
+            return
+
+        def decode_tile(time: Span, row: Span, column: Span) -> Iterator[Tensor]:
+            before_tile()
+            return module.decode(clip[:, :, time.cells, row.cells, column.cells], plan.chunk_frames)
+
+        for piece in blend(*latent_spans(clip.shape[2:], plan.tiling), decode_tile, clip.device):
+            yield piece.to(module.dtype)
+
+
+class DiffusionDecoding:
+    """See diffusion_vae.py."""
+
+    component = "video_vae_diffusion"
+    first_weight = "decoder.conv_in.weight"
+
+    def __init__(self, header: CheckpointHeader) -> None:
+        self.config = DiffusionVAEConfig.from_header(header)
+
+    def build(self) -> nn.Module:
+        return DiffusionVideoVAE(self.config)
+
+    def parts(self, header: CheckpointHeader) -> Sequence[str]:
+        # Other exports hold decoder.coarse_*, which a decode has no use for (video_vae.md section 6.7).
+        prefix = f"{header.prefixes[self.component]}decoder."
+        starts = {name[len(prefix) :].split(".")[0] for name in header.tensors if name.startswith(prefix)}
+        return (*(f"decoder.{start}" for start in sorted(starts) if not start.startswith("coarse_")), STATISTICS)
+
+    def plan(
+        self, latent_shape: Sequence[int], *, item_bytes: int, free_bytes: int | None, asked: AskedSizes
+    ) -> DecodePlan:
+        return plan_diffusion_decode(
+            self.config, latent_shape, item_bytes=item_bytes, free_bytes=free_bytes, asked=asked
+        )
+
+    def exact_bytes(self, latent_shape: Sequence[int], *, item_bytes: int, asked: AskedSizes) -> int:
+        return exact_diffusion_bytes(self.config, latent_shape, item_bytes=item_bytes, asked=asked)
+
+    def smaller(self, latent_shape: Sequence[int], failed: DecodePlan, *, item_bytes: int) -> DecodePlan | None:
+        return smaller_diffusion_plan(self.config, latent_shape, failed, item_bytes=item_bytes)
+
+    def backend(self, device: torch.device, dtype: torch.dtype) -> str:
+        name, why = attention_backend(device, dtype, self.config.head_dim)
+        return f"neighbourhood attention by {name}" + (f" ({why})" if why else "")
+
+    def check_noise(self, noise: DecodeNoise, latent_shape: Sequence[int]) -> None:
+        noise.check(latent_shape[0], DecodeGrid.of(self.config, latent_shape[2:]))
+
+    def pieces(
+        self,
+        module: DiffusionVideoVAE,
+        latent: Tensor,
+        item: int,
+        plan: DecodePlan,
+        noise: DecodeNoise,
+        before_tile: Callable[[], None],
+    ) -> Iterator[Tensor]:
+        grid = DecodeGrid.of(self.config, latent.shape[2:])
+        if self.config.num_steps > 1:
+            # As the reference has it (video_vae.md section 6.9).
+            noise = replace(noise, per_tile=False)
+        drawn = ClipNoise(noise, item, grid, device=latent.device, dtype=module.dtype)
+        return module.decode(
+            latent[item : item + 1],
+            drawn,
+            tiling=plan.tiling,
+            head_groups=plan.head_groups,
+            before_tile=before_tile,
+        )
+
+
+def decoding_of(header: CheckpointHeader, component: str) -> Decoding:
+    """Of a file that holds this component. Raises CheckpointError for a config that the runtime does not implement."""
+    kinds: dict[str, Callable[[CheckpointHeader], Decoding]] = {
+        kind.component: kind for kind in (ConvDecoding, DiffusionDecoding)
+    }
+    return kinds[component](header)

@@ -1,0 +1,87 @@
+"""Both video decoders through a real ComfyUI: the diffusion VAE's file in the same nodes, planned and tiled."""
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import prompts
+import pytest
+from prompts import FRAMES, HEIGHT, WIDTH, node
+from server import PromptRefused
+
+from ltx_runtime.tiny import DIFFUSION_VAE_FILE, TRANSFORMER_FILE
+
+
+def decoding(vae_name: str, **inputs) -> dict:
+    """The smallest render, decoded by this VAE."""
+    prompt = prompts.render()
+    prompt["video_vae"]["inputs"]["vae_name"] = vae_name
+    prompt["decode"]["inputs"] |= inputs
+    return prompt
+
+
+def decode_notes(base) -> list[str]:
+    """What the newest log says about the decode, in order."""
+    newest = max((base / "output" / "ltxgraph").glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+    events = [json.loads(line) for line in newest.read_text(encoding="utf-8").splitlines()]
+    return [e["message"] for e in events if e["event"] == "note" and e["phase"] == "decode.video.chunk"]
+
+
+def test_the_diffusion_vae_decodes_what_the_sampler_made(client, base, frames_of):
+    frames = frames_of(client.run(decoding(DIFFUSION_VAE_FILE)))
+    assert frames.shape == (FRAMES, HEIGHT, WIDTH, 3)
+    assert ((frames == 0) | (frames == 255)).mean() < 0.05 and frames.std() > 20
+    notes = decode_notes(base)
+    assert any("neighbourhood attention by torch" in note for note in notes)
+    assert any(f"whole clip: {FRAMES} frames of {WIDTH}x{HEIGHT}" in note for note in notes)
+    conv = frames_of(client.run(decoding(prompts.VIDEO_VAE)))
+    assert np.abs(frames.astype(int) - conv).mean() > 5  # the other decoder's picture
+
+
+def test_its_seed_changes_the_picture_and_0_is_the_default(client, frames_of):
+    default = frames_of(client.run(decoding(DIFFUSION_VAE_FILE)))
+    assert np.array_equal(frames_of(client.run(decoding(DIFFUSION_VAE_FILE, decoder_seed=0))), default)
+    assert not np.array_equal(frames_of(client.run(decoding(DIFFUSION_VAE_FILE, decoder_seed=1))), default)
+
+
+@pytest.mark.parametrize("vae_name, words", [
+    (DIFFUSION_VAE_FILE, "tiles of up to 9 frames of 64x64 that share 32 pixels"),
+    (prompts.VIDEO_VAE, "tiles of 64 pixels that share 32, each as whole clip: 9 frames"),
+])
+def test_asked_tiles_are_made_and_compared_with_the_untiled_picture(client, base, vae_name, words):
+    prompt = decoding(vae_name)
+    del prompt["save"]
+    prompt["tiled"] = node("LTXGraphVideoDecode", **(prompt["decode"]["inputs"] | {
+        "tile_size": 64, "overlap": 32, "report": ["decode", 1],
+    }))
+    prompt["parity"] = node(
+        "LTXGraphTimingParity", frames_a=["decode", 0], frames_b=["tiled", 0], tolerance=0.0, on_difference="report"
+    )
+    run = client.run(prompt)
+    assert run.outcome == "execution_success", run.error
+    assert any(words in note for note in decode_notes(base)), decode_notes(base)
+    assert "different" in run.outputs["parity"]["text"][0]
+
+
+def test_the_diffusion_vae_encodes_too(client, base, frames_of):
+    prompt = {
+        "video_vae": node("LTXGraphVideoVAELoader", vae_name=DIFFUSION_VAE_FILE),
+        "image": node("EmptyImage", width=WIDTH, height=HEIGHT, batch_size=1, color=0x4080C0),
+        "encode": node("LTXGraphVideoEncode", video_vae=["video_vae", 0], pixels=["image", 0], width=0, height=0,
+                       temporal_size=0, tile_size=0, overlap=0),
+        "decode": node("LTXGraphVideoDecode", video_vae=["video_vae", 0], samples=["encode", 0], temporal_size=0,
+                       report=["encode", 1]),
+        "save": node("SaveImage", images=["decode", 0], filename_prefix="encoded"),
+    }
+    assert frames_of(client.run(prompt)).shape == (1, HEIGHT, WIDTH, 3)
+
+
+def test_a_transformer_in_the_place_of_a_vae_is_named(client, base):
+    source = base / "models" / "diffusion_models" / TRANSFORMER_FILE
+    target = base / "models" / "vae" / "misplaced.safetensors"
+    target.write_bytes(source.read_bytes())
+    with pytest.raises(PromptRefused) as refused:
+        client.run(decoding(target.name))
+    target.unlink()
+    words = "is the LTX transformer, not the diffusion video VAE or the conv video VAE"
+    assert words in refused.value.details()
