@@ -19,8 +19,8 @@ class LTXGraphVideoDecode(io.ComfyNode):
             node_id="LTXGraphVideoDecode",
             display_name="LTX Graph Video Decode",
             category="LTXGraph",
-            description="Decodes an LTX video latent on the device: the whole clip when it fits, else an exact stream of "
-            "chunks or tiles, and says which.",
+            description="Decodes an LTX video latent on the device: the whole clip when it fits, else an exact stream "
+            "of chunks, or tiles; the log says which.",
             search_aliases=["LTX 2.5", "VAEDecode", "VAEDecodeTiled"],
             inputs=[
                 VideoVAE.Input("video_vae", tooltip="From LTX Graph Video VAE Loader."),
@@ -28,16 +28,18 @@ class LTXGraphVideoDecode(io.ComfyNode):
                 _size(
                     "temporal_size",
                     8,
-                    "Frames decoded at once; 0 = planned by free memory. With the conv VAE the picture is the same either "
-                    "way; with the diffusion VAE they are tiles that overlap.",
+                    "Frames decoded at once; 0 = planned by free memory. With the conv VAE the picture is the same "
+                    "either way; with the diffusion VAE they are tiles that overlap.",
                     optional=False,
                 ),
-                Report.Input("report", optional=True, tooltip="From the sampler of this render; none starts a new log."),
+                Report.Input(
+                    "report", optional=True, tooltip="From the sampler of this render; none starts a new log."
+                ),
                 _size(
                     "temporal_overlap",
                     8,
-                    "Frames that tiles share; 0 = as many as the decoder needs. With the conv VAE it makes tiles out of "
-                    "temporal_size, which else is streamed exactly.",
+                    "Frames that tiles share; 0 = as many as the decoder needs. With the conv VAE it makes tiles out "
+                    "of temporal_size, which else is streamed exactly.",
                 ),
                 _size("tile_size", 32, "Pixels a tile; 0 = planned: no tiles unless the picture does not fit."),
                 _size("overlap", 32, "Pixels that tiles share; 0 = planned."),
@@ -48,7 +50,8 @@ class LTXGraphVideoDecode(io.ComfyNode):
                     max=0xFFFFFFFFFFFFFFFF,
                     optional=True,
                     advanced=True,
-                    tooltip="Of the noise that the diffusion VAE starts from; ComfyUI always takes 0. The conv VAE takes none.",
+                    tooltip="Of the noise that the diffusion VAE starts from; ComfyUI always takes 0. The conv VAE "
+                    "takes none.",
                 ),
             ],
             outputs=[io.Image.Output(display_name="images"), Report.Output(display_name="report")],

@@ -18,7 +18,7 @@ from ltx_runtime.errors import CheckpointError, NonFiniteError, RequestError, Sh
 from ltx_runtime.timing import Timeline
 from ltx_runtime.video_vae import AskedSizes, DecodePlan, Tiling, VideoVAE, load_video_vae
 from ltx_runtime.video_vae.host_frames import allocate_frames
-from ltx_runtime.video_vae.plan import MAX_ELEMENTS, plan_decode
+from ltx_runtime.video_vae.plan import MAX_ELEMENTS, exact_decode_bytes, plan_decode, smaller_decode_plan
 from ltx_runtime.video_vae.streaming import ClipMemory
 
 HERE = Path(__file__).parent
@@ -257,6 +257,46 @@ def test_a_chunk_size_beyond_the_clip_or_the_memory_is_reduced_in_words():
     plan = published_plan(free_bytes=2 * GIB, asked=AskedSizes(temporal_size=96))
     assert plan.chunk_frames < 12 and plan.peak_bytes <= 2 * GIB
     assert "96 frames a chunk as asked would take" in plan.reason
+
+
+def test_tiles_come_when_the_smallest_chunk_does_not_fit():
+    least = published_plan(free_bytes=None, asked=AskedSizes(temporal_size=8)).peak_bytes
+    plan = published_plan(free_bytes=int(0.9 * least))
+    assert plan.chunk_frames == 1 and plan.peak_bytes <= 0.9 * least
+    size, overlap = plan.tiling.size, plan.tiling.overlap
+    assert size[0] == 0 and 8 <= max(size) < 24 and overlap[1] >= 2
+    assert "tiles of" in plan.reason and "the smallest chunk of the whole picture would not fit" in plan.reason
+
+
+def test_asked_tiles_are_made():
+    plan = published_plan(free_bytes=100 * GIB, asked=AskedSizes(512, 64, 80, 24))
+    assert plan.tiling == Tiling((10, 0, 16), (3, 2, 2))
+    assert "tiles of 80 frames that share 24 and of 512 pixels that share 64" in plan.reason
+    assert published_plan(free_bytes=100 * GIB, asked=AskedSizes(tile_size=768, temporal_overlap=8)).tiling is None
+
+
+def test_room_is_asked_for_the_smallest_exact_stream():
+    exact = exact_decode_bytes(published_config(), S1, item_bytes=2)
+    assert published_plan(free_bytes=exact).tiling is None and published_plan(free_bytes=exact - 1).tiling
+    tiled = exact_decode_bytes(published_config(), S1, item_bytes=2, asked=AskedSizes(tile_size=384))
+    assert tiled != exact
+
+
+def test_plans_after_a_failure_end_in_tiles():
+    plan, seen = published_plan(free_bytes=100 * GIB), []
+    while plan is not None:
+        seen.append((plan.chunk_frames, max(plan.tiling.size) if plan.tiling else 0))
+        plan = smaller_decode_plan(published_config(), S1, plan, item_bytes=2)
+    assert seen == [(16, 0), (8, 0), (4, 0), (2, 0), (1, 0), (1, 12)]
+
+
+def test_streamed_tiles_give_the_bits_of_whole_ones_up_to_rounding(vae):
+    latent = random_latent(5, height=2, width=5)
+    tiling = Tiling((0, 0, 3), (0, 0, 1))
+    whole, streamed = (
+        vae.decode_raw(latent, plan=DecodePlan(chunk, 0, "set by a test", tiling)) for chunk in (5, 1)
+    )
+    assert whole.shape == (1, 3, 33, 64, 160) and (whole - streamed).abs().max() < ROUNDING
 
 
 def test_no_tensor_of_a_plan_passes_the_index_limit():

@@ -191,12 +191,12 @@ def chunk_tokens(count: int, channels: int, item_bytes: int) -> int:
 
 def attend_(x: Tensor, weights: BlockWeights, kernel_size: Sizes, work: Workspace) -> None:
     """x += proj(attention(norm1(x)))."""
-    tokens = x.flatten(0, 3)
+    tokens = x.view(-1, x.shape[4])
     width = tokens.shape[1:]
     for index, (weight, bias) in enumerate(weights.qkv):
         heads = slice(index * work.group, (index + 1) * work.group)
         queries = work.queries[..., heads, :]
-        targets = [part.flatten(0, 3) for part in (queries, work.keys, work.values)]
+        targets = [part.view(-1, *part.shape[4:]) for part in (queries, work.keys, work.values)]
         for first, stop in work.chunks:
             y = F.rms_norm(tokens[first:stop], width, weights.norm1, EPS)
             qkv = torch.addmm(bias, y, weight.T, out=work.qkv[: stop - first])
@@ -210,7 +210,7 @@ def attend_(x: Tensor, weights: BlockWeights, kernel_size: Sizes, work: Workspac
 
 def feed_forward_(x: Tensor, weights: BlockWeights, work: Workspace) -> None:
     """x += w_down(silu(w_gate(y)) * w_up(y)), y = norm2(x)."""
-    tokens = x.flatten(0, 3)
+    tokens = x.view(-1, x.shape[4])
     for first, stop in work.chunks:
         rows = tokens[first:stop]
         y = F.rms_norm(rows, rows.shape[1:], weights.norm2, EPS)

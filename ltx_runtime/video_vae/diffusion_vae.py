@@ -120,7 +120,7 @@ class DiffusionDecoder(nn.Module):
         return self._folded[key]
 
     def trunk(self, latent: Tensor) -> Tensor:
-        """Denormalised latents (1, T, H, W, C) in the weights' dtype, ghost frames included, to the input of stage 4."""
+        """Denormalised latents (1, T, H, W, C) in the weights' dtype, with ghost frames, to the input of stage 4."""
         x = self.conv_in(latent)
         for stage in range(len(self.det_stages) - 1):
             self.run_stage(stage, x)
@@ -138,7 +138,7 @@ class DiffusionDecoder(nn.Module):
         """Stages 4 and 5, and the denoising loop.
 
         features: (1, t, h, w, C4), a tile of the trunk's result; changed in place.
-        noise: (1, 3, F, Hpx, Wpx) in the weights' dtype. F may be less than the frames of t cells, the last are not made.
+        noise: (1, 3, F, Hpx, Wpx) in the weights' dtype. Frames of the t cells beyond F are not made.
         starts: the tile holds the clip's first cell, which has one frame less. head_groups: see Workspace.
         Yields pixels (1, 3, n, Hpx, Wpx), unclamped, frame after frame.
         """
