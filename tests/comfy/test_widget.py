@@ -124,8 +124,10 @@ class TestInTheBrowser:
     def test_goes_on_after_a_reload_in_mid_render(self, seen):
         middle, end = seen["middle"], seen["end"]
         assert middle["live"] == "true" and int(middle["events"]) >= 1
-        assert end["live"] == "false" and end["render"].endswith("-eager")
-        assert int(end["events"]) == len(seen["log"]["events"]) > int(middle["events"])
+        # Of the two arms it shows the one that ran when the page came back, which on a slow machine is the second.
+        assert end["live"] == "false" and end["render"].endswith(("-eager", "-eager-repeated"))
+        assert int(end["events"]) == len(seen["log"]["events"])
+        assert end["render"] != middle["render"] or int(end["events"]) > int(middle["events"])
         assert end["verdict"] == "NOT TESTED" and "eager repeated" in end["arms"]
         assert end["words"].startswith("no CUDA; eager repeated: equal · resident: not measured")
 
