@@ -33,8 +33,10 @@ def main() -> None:
     vae.ensure_resident()
     rows = []
     for size in arguments.sizes:
-        rows.append(renders(model, vae, size) | parity(model, vae, size, arguments))
+        rows.append(renders(model, vae, size))
         print(words(rows[-1]), flush=True)
+        rows[-1] |= parity(model, vae, size, arguments)
+        print(f"parity: {rows[-1]['verdict']}\n", flush=True)
     result = {"benchmark": "end_to_end", "environment": environment(), "rows": rows}
     if arguments.json:
         with open(arguments.json, "w") as file:
@@ -78,7 +80,7 @@ def parity(model, vae, size: str, arguments) -> dict:
 
 
 def words(row: dict) -> str:
-    lines = [f"## {row['size']}: {row['frames']}", f"parity: {row['verdict']}", ""]
+    lines = [f"## {row['size']}: {row['frames']}", ""]
     for name in ("eager", "graphed"):
         arm = row[name]
         lines.append(f"{name}: median {arm['median_ms']:.0f} ms ({arm['range_ms'][0]:.0f}-{arm['range_ms'][1]:.0f}), "

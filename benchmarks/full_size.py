@@ -55,6 +55,12 @@ class RandomVideoVAE(_RandomWeights, VideoVAE):
     published = ("video_vae_conv", "video_vae_conv")
 
 
+class RandomDiffusionVAE(_RandomWeights, VideoVAE):
+    """The decoder of the published diffusion video VAE."""
+
+    published = ("video_vae_diffusion", "video_vae_diffusion")
+
+
 class RandomVideoEncoder(_RandomWeights, VideoEncoder):
     """The encoder of the published video VAEs."""
 
