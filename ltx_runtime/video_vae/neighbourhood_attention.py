@@ -9,10 +9,7 @@ Source: video_vae.md section 6.3.
 """
 from __future__ import annotations
 
-import functools
 import importlib
-import importlib.util
-import logging
 from collections.abc import Iterator
 
 import torch
@@ -20,16 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ShapeError
-
-logger = logging.getLogger("ltxgraph")
+from ..triton_use import installed, triton_refusal, try_triton
 
 Sizes = tuple[int, int, int]
 
 # Queries that the plain path takes at once; with a window of 11^3 they see 4536 keys.
 _PLAIN_TILE: Sizes = (4, 8, 8)
-
-# Why Triton can't run in this process, found out by the first call: a fact about the process, hence module level.
-_triton_failure: str | None = None
 
 
 def neighbourhood_attention(
@@ -62,7 +55,7 @@ def neighbourhood_attention(
 
 def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
     """("triton", "comfy-kitchen" or "torch", why the ones before it can't run here, "" for the first)."""
-    refusal = _triton_failure or _triton_refusal(device, dtype, head_dim)
+    refusal = _triton_refusal(device, dtype, head_dim)
     if refusal is None:
         return "triton", ""
     kitchen = _kitchen_refusal(device, dtype, head_dim)
@@ -118,36 +111,15 @@ def _tiles(
 
 def _try_triton(q: Tensor, k: Tensor, v: Tensor, kernel_size: Sizes, out: Tensor) -> bool:
     """Run the Triton kernel; False, and never again in this process, where it can't be built."""
-    global _triton_failure
     kernel = importlib.import_module(".neighbourhood_kernel", __package__)
     box = kernel.box_sizes(tuple(q.shape[1:4]), kernel_size)
     if box[0] * q.shape[2] * q.shape[3] * max(k.stride(3), v.stride(3)) > kernel.MAX_BOX_ELEMENTS:
         return False
-    try:
-        kernel.launch(q, k, v, kernel_size, out)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        # Triton builds a launcher with the system's C compiler and raises what its parts raise. In a capture the error
-        # is the capture's.
-        if torch.cuda.is_current_stream_capturing():
-            raise
-        _triton_failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-        logger.warning("neighbourhood attention: the Triton kernel can't run here (%s); a slower one does", error)
-        return False
-    return True
+    return try_triton(lambda: kernel.launch(q, k, v, kernel_size, out), "neighbourhood attention")
 
 
 def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    if device.type != "cuda":
-        return f"no kernel for {device.type}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"{str(dtype).removeprefix('torch.')} is not for tensor cores"
-    if head_dim > 64:
-        return f"head_dim {head_dim} is above 64"
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
-        return "the GPU is older than Ampere"
-    return None if _installed("triton") else "not installed"
+    return triton_refusal(device, dtype) or (f"head_dim {head_dim} is above 64" if head_dim > 64 else None)
 
 
 def _kitchen_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -155,14 +127,9 @@ def _kitchen_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) ->
         return "no kernel for this device, dtype or head_dim"
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU is older than Ampere"
-    if not _installed("comfy_kitchen"):
+    if not installed("comfy_kitchen"):
         return "not installed"
     return None if hasattr(importlib.import_module("comfy_kitchen"), "na3d") else "this version has no na3d"
-
-
-@functools.cache
-def _installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, kernel_size: Sizes) -> None:

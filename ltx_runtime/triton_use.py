@@ -1,0 +1,53 @@
+"""Whether Triton kernels can run here: asked before every one, and learnt from the first that can't be built."""
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable
+
+import torch
+
+logger = logging.getLogger("ltxgraph")
+
+# Why Triton can't run in this process, found out by the first launch: a fact about the process, hence module level.
+_failure: str | None = None
+
+
+def triton_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why our Triton kernels are not for tensors of this kind, None where they are."""
+    if _failure is not None:
+        return _failure
+    if device.type != "cuda":
+        return f"no kernel for {device.type}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{str(dtype).removeprefix('torch.')} is not for tensor cores"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU is older than Ampere"
+    return None if installed("triton") else "not installed"
+
+
+def try_triton(launch: Callable[[], None], what: str) -> bool:
+    """Run what launches a kernel; False, and never again in this process, where it can't be built.
+
+    what: the kernel's work in words, for the log.
+    """
+    global _failure
+    try:
+        launch()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        # Triton builds a launcher with the system's C compiler and raises what its parts raise. In a capture the error
+        # is the capture's.
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise
+        _failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        logger.warning("%s: the Triton kernel can't run here (%s); a slower one does", what, error)
+        return False
+    return True
+
+
+@functools.cache
+def installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
