@@ -30,7 +30,7 @@ def shared_model():
 def model(shared_model):
     shared_model.graphs.close()
     shared_model.graphs.counters = cuda_graph.GraphCounters()
-    shared_model.graphs.measurements.clear()
+    shared_model.graphs.forget_measurements()
     yield shared_model
     shared_model.graphs.close()
 
