@@ -90,6 +90,11 @@ class TensorSpec:
         return self.end - self.start
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of a tensor of floats that is not quantised; KeyError for another."""
+        return _FLOAT_DTYPES[self.dtype]
+
+    @property
     def num_elements(self) -> int:
         count = 1
         for size in self.shape:

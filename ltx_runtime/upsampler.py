@@ -18,7 +18,7 @@ from .errors import NonFiniteError, ShapeError
 from .residency import ResidentModule
 from .shapes import VideoLatentShape
 from .timing import Timeline
-from .video_vae.conv_layers import depth_to_space
+from .video_vae.cells import depth_to_space
 
 if TYPE_CHECKING:
     from .video_vae.statistics import PerChannelStatistics

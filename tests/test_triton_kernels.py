@@ -9,6 +9,8 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,15 @@ ATTENTION = [
     ((5, 5, 3), (2, 4, 3), 1, 24, 1, (4, 4, 2), 16),
     ((4, 4, 4), (3, 1, 3), 1, 64, 1, (4, 4, 8), 64),
 ]
+CONV = [
+    # clips, frames, height, width, dtype; odd sizes, one frame, one cell, rows that do not fill a program
+    (1, 1, 1, 1, torch.float32),
+    (2, 2, 3, 5, torch.float32),
+    (1, 2, 9, 4, torch.float16),
+    (1, 4, 3, 5, torch.bfloat16),
+]
+CONV_CHANNELS = [4, 24, 128, 640]
+STRIDES = [(2, 2, 2), (2, 1, 1), (1, 2, 2)]
 POINTWISE = [(16, torch.float32), (24, torch.float16), (64, torch.bfloat16)]  # head_dim, dtype
 
 
@@ -34,7 +45,8 @@ def test_the_kernels_compute_what_the_plain_paths_do():
     )
     assert done.returncode == 0, done.stderr
     lines = [line.rsplit(maxsplit=2) for line in done.stdout.splitlines()]
-    assert len(lines) == len(ATTENTION) + 2 * len(POINTWISE)
+    cases = len(CONV) * (3 * len(CONV_CHANNELS) + 16 + 2)
+    assert len(lines) == len(ATTENTION) + 2 * len(POINTWISE) + cases + 4
     bad = [name for name, error, tolerance in lines if not float(error) <= float(tolerance)]
     assert not bad, done.stdout
 
@@ -48,6 +60,12 @@ def main() -> None:
         tolerance = 8 * torch.finfo(dtype).eps
         print("split_norm_rope", split_norm_rope_error(head_dim, dtype), tolerance)
         print("silu_mul", silu_mul_error(dtype), tolerance)
+    for *shape, dtype in CONV:
+        for name, error in conv_errors(shape, dtype):
+            # The plain path rounds up to four times, the sums reach 6.
+            print(name, error, 12 * torch.finfo(dtype).eps)
+    for name, error in conv_network_errors():
+        print(name, error, 3e-5)
 
 
 def attention_error(grid, window, heads, head_dim, batch, tile, block_keys, *, in_place) -> float:
@@ -86,6 +104,90 @@ def silu_mul_error(dtype) -> float:
     fused = gate.clone()
     pointwise_kernels.silu_mul(fused, up)
     return (pointwise.silu_mul_(gate, up).double() - fused.double()).abs().max().item()
+
+
+@contextmanager
+def fused_on_the_cpu() -> Iterator[None]:
+    """conv_pointwise sends CPU tensors of any dtype to the kernels, and a kernel that fails raises."""
+    from ltx_runtime.video_vae import conv_pointwise
+
+    asked, tried = conv_pointwise.triton_refusal, conv_pointwise.try_triton
+    conv_pointwise.triton_refusal = lambda device, dtype: None
+    conv_pointwise.try_triton = lambda launch, what: launch() is None
+    try:
+        yield
+    finally:
+        conv_pointwise.triton_refusal, conv_pointwise.try_triton = asked, tried
+
+
+def conv_errors(shape, dtype) -> Iterator[tuple[str, float]]:
+    """Fused against plain. Activations are some frames of more, as in a window, with a number in between that must not
+    be touched."""
+    from ltx_runtime.video_vae import conv_pointwise
+
+    clips, frames, height, width = shape
+    generator = torch.Generator().manual_seed(sum(shape))
+
+    def activations(channels, frames=frames, height=height, width=width):
+        x = torch.randn(clips, frames + 2, height, width, channels, generator=generator).to(dtype)
+        return x.movedim(-1, 1)[:, :, 1:-1]
+
+    def bias(channels):
+        return torch.randn(channels, generator=generator).to(dtype)
+
+    def error(run, *tensors) -> float:
+        """The worst over the result and everything around and in what run was given."""
+        results = []
+        for mode in (nullcontext, fused_on_the_cpu):
+            given = [x._base.clone().movedim(-1, 1)[:, :, 1:-1] if x is not None and x.ndim == 5 else x for x in tensors]
+            with mode():
+                result = run(*given)
+            results.append([result] if result is not None else [given[0]._base, given[-1]._base])
+        pairs = zip(*results)
+        return max((a.double() - b.double()).abs().max().item() for a, b in pairs if a.numel())
+
+    def activate(out, b, x):
+        conv_pointwise.activate(x.clone(), b, out)
+
+    for channels in CONV_CHANNELS:
+        x, b = activations(channels), bias(channels)
+        yield f"activate {channels}", error(activate, activations(channels), b, x)
+        yield f"activate {channels} without bias", error(activate, activations(channels), None, x)
+        yield f"add {channels}", error(conv_pointwise.add_, x, b, activations(channels))
+    x = activations(48)
+    yield "add without residual", error(lambda x, b, same: conv_pointwise.add_(x, b), x, bias(48), x)
+    yield "unpatchify", error(lambda x: conv_pointwise.unpatchify(x, 4), x)
+    for stride in STRIDES:
+        growth = stride[0] * stride[1] * stride[2]
+        for channels in (3, 128):
+            x, b = activations(channels * growth), bias(channels * growth)
+            for skip in range(stride[0]):
+                run = lambda x, b, skip=skip, stride=stride: conv_pointwise.depth_to_space(x, b, stride, skip)  # noqa: E731
+                yield f"depth_to_space {stride} {channels} {skip}", error(run, x, b)
+        grid = [size * step for size, step in zip((frames, height, width), stride)]
+        for channels, group in ((5, 1), (64, growth)):
+            main, skip = activations(channels, *grid), activations(channels * group, *grid)
+            run = lambda main, b, skip, stride=stride: conv_pointwise.add_space_to_depth(main, b, skip, stride)  # noqa: E731
+            yield f"add_space_to_depth {stride} {channels} {group}", error(run, main, bias(channels), skip)
+
+
+def conv_network_errors() -> Iterator[tuple[str, float]]:
+    """The tiny VAE with every pass fused against the plain one, whole and streamed."""
+    from ltx_runtime.video_vae import DecodePlan, EncodePlan, load_video_encoder, load_video_vae
+
+    tiny = HERE / "goldens" / "video_vae_conv_tiny.safetensors"
+    vae, encoder = (load(tiny, device="cpu", dtype=torch.float32) for load in (load_video_vae, load_video_encoder))
+    latent = torch.randn(2, 4, 3, 1, 2, generator=torch.Generator().manual_seed(0))
+    images = torch.rand(17, 32, 64, 3, generator=torch.Generator().manual_seed(0))
+    for name, run in (
+        ("decode", lambda chunk: vae.decode_raw(latent, plan=DecodePlan(chunk, 0, "set by a test"))),
+        ("encode", lambda chunk: encoder.encode(images, plan=EncodePlan(chunk, 0, 0, 0, "set by a test"))),
+    ):
+        plain = run(3)
+        for chunk in (3, 1):
+            with fused_on_the_cpu():
+                fused = run(chunk)
+            yield f"{name} in chunks of {chunk}", (fused - plain).abs().max().item()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ConvVAEConfig, VideoEncoderConfig
-from .conv_layers import Downsample, ResBlock, Stride, TemporalConv, Upsample, patchify, unpatchify
+from . import conv_pointwise
+from .cells import Stride, patchify
+from .conv_layers import Downsample, ResBlock, TemporalConv, Upsample
 from .statistics import PerChannelStatistics
 from .streaming import run_in_chunks
 
@@ -104,7 +106,7 @@ class ConvDecoder(nn.Module):
         """Denormalised latents (B, C, F, H, W) to unclamped pixels (B, 3, n, 32H, 32W) in the weights' dtype: the
         8(F-1)+1 frames piece after piece, chunk_frames latent frames at a time."""
         for patches in run_in_chunks(self.layers(), [(x, True)], chunk_frames):
-            yield unpatchify(patches, self.patch_size)
+            yield conv_pointwise.unpatchify(patches, self.patch_size)
 
 
 class ConvEncoder(nn.Module):
@@ -162,6 +164,7 @@ class ConvVideoVAE(nn.Module):
 
     def decode(self, latent: Tensor, chunk_frames: int) -> Iterator[Tensor]:
         """Normalised latents (B, C, F, H, W) on the weights' device to pixels, see ConvDecoder.forward."""
+        _lay_out(self.decoder)
         return self.decoder(self.per_channel_statistics.denormalize(latent).to(self.dtype), chunk_frames)
 
 
@@ -181,5 +184,18 @@ class ConvVideoEncoder(nn.Module):
 
     def encode(self, pieces: Iterable[tuple[Tensor, bool]], chunk_frames: int) -> Iterator[Tensor]:
         """Pixels, see ConvEncoder.forward, to normalised latents (B, C, n, H, W) in float32, in pieces."""
+        _lay_out(self.encoder)
         for means in self.encoder(pieces, chunk_frames):
             yield self.per_channel_statistics.normalize(means)
+
+
+def _lay_out(network: nn.Module) -> None:
+    """Bring the weights of the convolutions into the layout of the activations, once: cuDNN would copy them in every
+    call. Files hold them in PyTorch's own."""
+    for conv in network.modules():
+        if isinstance(conv, nn.Conv3d):
+            layout = conv_pointwise.memory_format(conv.weight.device, conv.weight.dtype)
+            if not conv.weight.is_contiguous(memory_format=layout):
+                with torch.inference_mode(False):
+                    weight = conv.weight.detach().contiguous(memory_format=layout)
+                    conv.weight = nn.Parameter(weight, requires_grad=False)

@@ -57,7 +57,7 @@ class VideoVAE(ResidentModule):
     def __init__(self, header: CheckpointHeader, *, device: torch.device | str, dtype: torch.dtype | None = None):
         """Checks the header; the weights are read by ensure_resident, at the latest in decode."""
         component = require_component(header, *COMPONENTS)
-        self._decoding = decoding_of(header, component)
+        self._decoding = decoding_of(header, component, device, dtype)
         self._prefix = header.prefixes[component]
         prefix_map = {part: self._prefix + part for part in self._decoding.parts(header)}
         super().__init__(header, self._decoding.build, prefix_map, device=device, dtype=dtype)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..checkpoint import CheckpointHeader
 from ..config import ConvVAEConfig, DiffusionVAEConfig
+from .conv_pointwise import is_fused
 from .conv_vae import ConvVideoVAE
 from .diffusion_grid import ClipNoise, DecodeGrid, DecodeNoise
 from .diffusion_plan import exact_diffusion_bytes, plan_diffusion_decode, smaller_diffusion_plan
@@ -74,8 +75,15 @@ class ConvDecoding:
     component = "video_vae_conv"
     first_weight = "decoder.conv_in.conv.weight"
 
-    def __init__(self, header: CheckpointHeader) -> None:
+    def __init__(self, header: CheckpointHeader, device: torch.device, dtype: torch.dtype | None) -> None:
         self.config = ConvVAEConfig.from_header(header)
+        self._device = device
+        self._dtype = dtype
+        self._weight = header.tensors[header.prefixes[self.component] + self.first_weight]
+
+    @property
+    def _fused(self) -> bool:
+        return is_fused(self._device, self._dtype or self._weight.torch_dtype)
 
     def build(self) -> nn.Module:
         return ConvVideoVAE(self.config)
@@ -86,13 +94,22 @@ class ConvDecoding:
     def plan(
         self, latent_shape: Sequence[int], *, item_bytes: int, free_bytes: int | None, asked: AskedSizes
     ) -> DecodePlan:
-        return plan_decode(self.config, latent_shape, item_bytes=item_bytes, free_bytes=free_bytes, asked=asked)
+        return plan_decode(
+            self.config,
+            latent_shape,
+            item_bytes=item_bytes,
+            fused=self._fused,
+            free_bytes=free_bytes,
+            asked=asked,
+        )
 
     def exact_bytes(self, latent_shape: Sequence[int], *, item_bytes: int, asked: AskedSizes) -> int:
-        return exact_decode_bytes(self.config, latent_shape, item_bytes=item_bytes, asked=asked)
+        return exact_decode_bytes(
+            self.config, latent_shape, item_bytes=item_bytes, fused=self._fused, asked=asked
+        )
 
     def smaller(self, latent_shape: Sequence[int], failed: DecodePlan, *, item_bytes: int) -> DecodePlan | None:
-        return smaller_decode_plan(self.config, latent_shape, failed, item_bytes=item_bytes)
+        return smaller_decode_plan(self.config, latent_shape, failed, item_bytes=item_bytes, fused=self._fused)
 
     def backend(self, device: torch.device, dtype: torch.dtype) -> str:
         return ""
@@ -183,9 +200,11 @@ class DiffusionDecoding:
         )
 
 
-def decoding_of(header: CheckpointHeader, component: str) -> Decoding:
-    """Of a file that holds this component. Raises CheckpointError for a config that the runtime does not implement."""
-    kinds: dict[str, Callable[[CheckpointHeader], Decoding]] = {
-        kind.component: kind for kind in (ConvDecoding, DiffusionDecoding)
-    }
-    return kinds[component](header)
+def decoding_of(
+    header: CheckpointHeader, component: str, device: torch.device | str, dtype: torch.dtype | None
+) -> Decoding:
+    """Of a file that holds this component. device, dtype: see VideoVAE. Raises CheckpointError for a config that the
+    runtime does not implement."""
+    if component == ConvDecoding.component:
+        return ConvDecoding(header, torch.device(device), dtype)
+    return DiffusionDecoding(header)

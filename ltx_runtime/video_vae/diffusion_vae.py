@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import DiffusionVAEConfig
-from .conv_layers import patchify, unpatchify
+from .cells import patchify, unpatchify
 from .conv_vae import PIXEL_CHANNELS
 from .diffusion_grid import ClipNoise, DecodeGrid
 from .diffusion_layers import (

@@ -18,6 +18,7 @@ from ..memory import device_free_bytes
 from ..residency import ResidentModule
 from ..shapes import SPACE_FACTOR, TIME_FACTOR, VideoLatentShape, check_pixel_size, longest_clip
 from ..timing import Phase, Timeline
+from .conv_pointwise import is_fused
 from .conv_vae import ConvVideoEncoder
 from .frame_upload import FrameUpload
 from .in_flight import PhasesInFlight
@@ -59,7 +60,7 @@ class VideoEncoder(ResidentModule):
         prefix_map = {part: self._prefix + part for part in ("encoder.", STATISTICS)}
         super().__init__(header, lambda: ConvVideoEncoder(self.config), prefix_map, device=device, dtype=dtype)
         weight = header.tensors[f"{self._prefix}encoder.conv_in.conv.weight"]
-        self._item_bytes = dtype.itemsize if dtype else weight.num_bytes // weight.num_elements
+        self._activation_dtype = dtype or weight.torch_dtype
 
     def latent_shape(self, frames: Tensor, size: tuple[int, int] | None = None) -> VideoLatentShape:
         """Of the latent that encode makes out of these frames; see there. Reads neither weights nor device.
@@ -99,12 +100,17 @@ class VideoEncoder(ResidentModule):
         return plan_encode(
             self.config,
             latent_shape.as_tuple(),
-            item_bytes=self._item_bytes,
+            **self._activations(),
             free_bytes=free_bytes,
             temporal_size=temporal_size,
             tile_size=tile_size,
             overlap=overlap,
         )
+
+    def _activations(self) -> dict[str, int | bool]:
+        """What plans ask of them."""
+        dtype = self._activation_dtype
+        return {"item_bytes": dtype.itemsize, "fused": is_fused(self.device, dtype)}
 
     def encode(
         self,
@@ -146,7 +152,7 @@ class VideoEncoder(ResidentModule):
                     attempt = _Attempt(self.module, upload, shape, plan, timeline, check_cancelled, on_chunk)
                     return attempt.latent()
                 except torch.OutOfMemoryError:
-                    smaller = smaller_encode_plan(self.config, shape.as_tuple(), plan, item_bytes=self._item_bytes)
+                    smaller = smaller_encode_plan(self.config, shape.as_tuple(), plan, **self._activations())
                     if not may_shrink or smaller is None:
                         raise
                     plan = smaller

@@ -16,6 +16,9 @@ from .tiling import Tiling
 
 # 32-bit indices inside cuDNN and in many kernels.
 MAX_ELEMENTS = 2**31 - 1
+# Latent cells of a chunk that keep an H200 busy: 121 frames of 768x512, 32 of 1536x1024. A larger chunk takes more memory
+# and is no faster, and its frames start later on their way to the host.
+FULL_CHUNK_CELLS = 6144
 # On top of the tensors counted below: small buffers, the allocator's rounding, pieces waiting between layers.
 _MARGIN = 1.1
 # Tiles are not equal to the whole picture, the less so the smaller they are.
@@ -77,13 +80,14 @@ def plan_decode(
     latent_shape: Sequence[int],
     *,
     item_bytes: int,
+    fused: bool,
     free_bytes: int | None,
     asked: AskedSizes = PLANNED,
 ) -> DecodePlan:
-    """Choose the largest chunk that fits; where the smallest does not, the largest tile.
+    """Choose the chunk that keeps the GPU busy, or the largest that fits; where the smallest does not, the largest tile.
 
     latent_shape: (B, C, F, H, W); clips of a batch are decoded one after the other, so B does not matter.
-    item_bytes: bytes of one element of the activations.
+    item_bytes: bytes of one element of the activations. fused: whether conv_pointwise.py has kernels for them.
     free_bytes: device memory that the decode may use, None where nothing tells it.
     asked: a chunk size is honoured where it fits, else reduced, which the reason then says; tiles always.
     """
@@ -93,9 +97,9 @@ def plan_decode(
     temporal_size = 0 if time else asked.temporal_size
 
     def need(tile: int) -> Callable[[int], _Footprint]:
-        rows, columns = (min(tile, height), min(tile, width)) if tile else (height, width)
+        rows, columns = _tile_sides(tile, height, width)
         blended = _blend_bytes(chunked, height, width) if tile or time else 0
-        return lambda chunk: _decoder_footprint(config, chunked, rows, columns, chunk, item_bytes).plus(blended)
+        return lambda chunk: _decoder_footprint(config, chunked, rows, columns, chunk, item_bytes, fused).plus(blended)
 
     def choose(tile: int) -> tuple[int, str, bool]:
         return _choose_chunk(need(tile), chunked, _in_pixels(width, height), free_bytes, temporal_size)
@@ -106,14 +110,17 @@ def plan_decode(
 
 
 def exact_decode_bytes(
-    config: ConvVAEConfig, latent_shape: Sequence[int], *, item_bytes: int, asked: AskedSizes = PLANNED
+    config: ConvVAEConfig, latent_shape: Sequence[int], *, item_bytes: int, fused: bool, asked: AskedSizes = PLANNED
 ) -> int:
     """Device memory that the smallest plan takes which gives the picture of the untiled decode, or of the tiles that
     were asked for: what is worth having room made for."""
     _, _, frames, height, width = latent_shape
     if asked.tile_size or asked.temporal_overlap:
-        return plan_decode(config, latent_shape, item_bytes=item_bytes, free_bytes=0, asked=asked).peak_bytes
-    return _decoder_footprint(config, frames, height, width, 1, item_bytes).peak_bytes
+        plan = plan_decode(config, latent_shape, item_bytes=item_bytes, fused=fused, free_bytes=0, asked=asked)
+        return plan.peak_bytes
+    return min(
+        _decoder_footprint(config, frames, height, width, chunk, item_bytes, fused).peak_bytes for chunk in (1, frames)
+    )
 
 
 def _time_tiles(frames: int, asked: AskedSizes) -> tuple[int, int] | None:
@@ -173,14 +180,15 @@ def plan_encode(
     latent_shape: Sequence[int],
     *,
     item_bytes: int,
+    fused: bool,
     free_bytes: int | None,
     temporal_size: int = 0,
     tile_size: int = 0,
     overlap: int = 0,
 ) -> EncodePlan:
-    """Choose the largest chunk that fits; where the smallest does not, the largest tile.
+    """As plan_decode.
 
-    latent_shape: (B, C, F, H, W) of the result. item_bytes, free_bytes, temporal_size: see plan_decode.
+    latent_shape: (B, C, F, H, W) of the result. item_bytes, fused, free_bytes, temporal_size: see plan_decode.
     tile_size, overlap: pixels as the user set them, 0 = planned: no tiles unless they are needed, and a quarter of a
         tile as overlap.
     """
@@ -191,15 +199,15 @@ def plan_encode(
         return _choose_chunk(need(tile), frames, picture, free_bytes, temporal_size)
 
     def need(tile: int) -> Callable[[int], _Footprint]:
-        rows, columns = (min(tile, height), min(tile, width)) if tile else (height, width)
-        return lambda chunk: _encoder_footprint(config, frames, rows, columns, chunk, item_bytes)
+        rows, columns = _tile_sides(tile, height, width)
+        return lambda chunk: _encoder_footprint(config, frames, rows, columns, chunk, item_bytes, fused)
 
     tile, chunk, reason = _largest_that_fits(choose, height, width, tile_size)
     return _encode_plan(tile, overlap // SPACE_FACTOR, chunk, need(tile)(chunk).peak_bytes, reason)
 
 
 def smaller_decode_plan(
-    config: ConvVAEConfig, latent_shape: Sequence[int], failed: DecodePlan, *, item_bytes: int
+    config: ConvVAEConfig, latent_shape: Sequence[int], failed: DecodePlan, *, item_bytes: int, fused: bool
 ) -> DecodePlan | None:
     """Half of a plan that ran out of memory, or None when there is nothing smaller: first of its chunk, then of its
     tiles."""
@@ -212,16 +220,16 @@ def smaller_decode_plan(
         chunk, tile = 1, (tile or max(height, width)) // 2
         if tile < _SMALLEST_TILE:
             return None
-    rows, columns = (min(tile, height), min(tile, width)) if tile else (height, width)
+    rows, columns = _tile_sides(tile, height, width)
     blended = _blend_bytes(clip, height, width) if tile or time else 0
-    footprint = _decoder_footprint(config, clip, rows, columns, chunk, item_bytes).plus(blended)
+    footprint = _decoder_footprint(config, clip, rows, columns, chunk, item_bytes, fused).plus(blended)
     reason = _after_failure(chunk, footprint, failed.reason)
     overlap = min(shared[1], tile // 2)
     return _decode_plan((height, width), tile, overlap, time, chunk, footprint.peak_bytes, reason)
 
 
 def smaller_encode_plan(
-    config: VideoEncoderConfig, latent_shape: Sequence[int], failed: EncodePlan, *, item_bytes: int
+    config: VideoEncoderConfig, latent_shape: Sequence[int], failed: EncodePlan, *, item_bytes: int, fused: bool
 ) -> EncodePlan | None:
     """As smaller_decode_plan; once chunks are as short as they get, tiles of half the size."""
     _, _, frames, height, width = latent_shape
@@ -230,8 +238,8 @@ def smaller_encode_plan(
         chunk, tile = 1, (tile or max(height, width)) // 2
         if tile < _SMALLEST_TILE:
             return None
-    rows, columns = (min(tile, height), min(tile, width)) if tile else (height, width)
-    footprint = _encoder_footprint(config, frames, rows, columns, chunk, item_bytes)
+    rows, columns = _tile_sides(tile, height, width)
+    footprint = _encoder_footprint(config, frames, rows, columns, chunk, item_bytes, fused)
     overlap = min(failed.overlap, tile // 2)
     return _encode_plan(tile, overlap, chunk, footprint.peak_bytes, _after_failure(chunk, footprint, failed.reason))
 
@@ -243,6 +251,11 @@ def _encode_plan(tile: int, overlap: int, chunk: int, peak_bytes: int, reason: s
     overlap = overlap or max(_SMALLEST_OVERLAP, tile // 4)
     words = f"tiles of {tile * SPACE_FACTOR} pixels that share {overlap * SPACE_FACTOR}, each as "
     return EncodePlan(chunk, tile, overlap, peak_bytes, words + reason)
+
+
+def _tile_sides(tile: int, height: int, width: int) -> tuple[int, int]:
+    """(height, width) in latent cells of what is computed at once. tile: 0 = no tiles."""
+    return (min(tile, height), min(tile, width)) if tile else (height, width)
 
 
 def _in_pixels(width: int, height: int) -> str:
@@ -258,19 +271,27 @@ def _choose_chunk(
         footprint = need(chunk)
         return footprint.elements <= MAX_ELEMENTS and (free_bytes is None or footprint.peak_bytes <= free_bytes)
 
-    asked = min(frames, max(1, temporal_size // TIME_FACTOR)) if temporal_size else frames
-    chunk = next((size for size in range(asked, 1, -1) if fits(size)), 1)
+    if temporal_size:
+        wanted = min(frames, max(1, temporal_size // TIME_FACTOR))
+    else:
+        full = -(-FULL_CHUNK_CELLS // need(1).cells)
+        wanted = -(-frames // -(-frames // full))  # as few chunks as full ones, all of them alike
+    chunk = next((size for size in range(wanted, 1, -1) if fits(size)), 1)
 
     free = "" if free_bytes is None else f", {in_words(free_bytes)} are free"
     if chunk == frames:
         how = f"whole clip: {(frames - 1) * TIME_FACTOR + 1} frames of {picture}"
     else:
         how = f"exact stream: {chunk * TIME_FACTOR} frames of {picture} a chunk"
-        how += f" (temporal_size {temporal_size})" if temporal_size else ""
+        if temporal_size:
+            how += f" (temporal_size {temporal_size})"
+        elif chunk == wanted:
+            how += ", which keep the GPU busy"
     reason = f"{how}, about {in_words(need(chunk).peak_bytes)}{free}"
-    if chunk < asked:
-        what = "the whole clip" if asked == frames else f"{asked * TIME_FACTOR} frames a chunk as asked"
-        larger = need(asked)
+    if chunk < wanted:
+        what = "the whole clip" if wanted == frames else f"{wanted * TIME_FACTOR} frames a chunk"
+        what += " as asked" if temporal_size and wanted < frames else ""
+        larger = need(wanted)
         if larger.elements > MAX_ELEMENTS:
             reason += f"; {what} would hold a tensor of {larger.elements:.3g} elements, the limit is {MAX_ELEMENTS:.3g}"
         else:
@@ -287,13 +308,15 @@ def _after_failure(chunk: int, footprint: _Footprint, failed: str) -> str:
 
 @dataclass(frozen=True)
 class _Footprint:
-    """elements: of the largest tensor. peak_bytes: device memory beyond the weights."""
+    """Of one chunk. cells: latent cells. elements: of the largest tensor. peak_bytes: device memory beyond the
+    weights."""
 
+    cells: int
     elements: int
     peak_bytes: int
 
     def plus(self, num_bytes: int) -> _Footprint:
-        return _Footprint(self.elements, self.peak_bytes + num_bytes)
+        return _Footprint(self.cells, self.elements, self.peak_bytes + num_bytes)
 
 
 def _blend_bytes(frames: int, height: int, width: int) -> int:
@@ -304,17 +327,20 @@ def _blend_bytes(frames: int, height: int, width: int) -> int:
 class _Tally:
     """Counts, in elements, the largest tensor, the most that is alive at once, and what streaming layers remember."""
 
-    def __init__(self) -> None:
+    def __init__(self, fused: bool) -> None:
+        self.fused = fused
         self.largest = 0
         self.alive = 0
         self.remembered = 0
 
-    def conv(self, in_channels: int, out_channels: int, frames: int, cells: int, beside: int = 0) -> None:
-        """Input window and output, each twice: cuDNN works on channels-last copies of both. beside: what else lives."""
+    def conv(self, in_channels: int, out_channels: int, frames: int, cells: int, beside: int) -> None:
+        """Of the input window and the output, and then of the output and what is made out of it. beside: what else
+        lives. In the layout of the plain path cuDNN works on channels-last copies of the first two."""
         window = in_channels * (frames + 2) * cells
         out = out_channels * frames * cells
         self.largest = max(self.largest, window, out)
-        self.alive = max(self.alive, 2 * (window + out) + beside)
+        copies = 1 if self.fused else 2
+        self.alive = max(self.alive, copies * (window + out) + beside, 2 * out + beside)
 
 
 def _frames(rate: int, chunk: int, clip_frames: int) -> int:
@@ -323,14 +349,14 @@ def _frames(rate: int, chunk: int, clip_frames: int) -> int:
 
 
 def _decoder_footprint(
-    config: ConvVAEConfig, clip_frames: int, height: int, width: int, chunk: int, item_bytes: int
+    config: ConvVAEConfig, clip_frames: int, height: int, width: int, chunk: int, item_bytes: int, fused: bool
 ) -> _Footprint:
     chunk = min(chunk, clip_frames)
-    tally = _Tally()
-    cells = height * width  # of one frame on the current grid
+    tally = _Tally(fused)
+    cells = height * width  # of one frame, on the current grid
     rate = 1
     specs = decoder_block_specs(config)
-    tally.conv(config.latent_channels, specs[0].in_channels, _frames(rate, chunk, clip_frames), cells)
+    tally.conv(config.latent_channels, specs[0].in_channels, _frames(rate, chunk, clip_frames), cells, beside=0)
     for spec in specs:
         frames, frame = _frames(rate, chunk, clip_frames), spec.in_channels * cells
         if spec.num_res_blocks:
@@ -345,21 +371,22 @@ def _decoder_footprint(
     frames = _frames(rate, chunk, clip_frames)
     out_channels = PIXEL_CHANNELS * config.patch_size**2
     pixels = out_channels * frames * cells
-    tally.conv(specs[-1].out_channels, out_channels, frames, cells, beside=pixels)
+    # Beside conv_out the layer's input or, later, the pixels.
+    tally.conv(specs[-1].out_channels, out_channels, frames, cells, beside=specs[-1].out_channels * frames * cells)
 
     float32_frames = 4 * pixels
     peak_bytes = max(tally.alive * item_bytes, pixels * item_bytes + float32_frames)
     if chunk < clip_frames:
         # The chunk before is still on its way to the host.
         peak_bytes += (tally.remembered + pixels) * item_bytes + float32_frames
-    return _Footprint(tally.largest, int(peak_bytes * _MARGIN))
+    return _Footprint(chunk * height * width, tally.largest, int(peak_bytes * _MARGIN))
 
 
 def _encoder_footprint(
-    config: VideoEncoderConfig, clip_frames: int, height: int, width: int, chunk: int, item_bytes: int
+    config: VideoEncoderConfig, clip_frames: int, height: int, width: int, chunk: int, item_bytes: int, fused: bool
 ) -> _Footprint:
     chunk = min(chunk, clip_frames)
-    tally = _Tally()
+    tally = _Tally(fused)
     cells = height * width * SPACE_FACTOR**2 // config.patch_size**2
     rate = TIME_FACTOR
     specs = encoder_block_specs(config)
@@ -384,4 +411,4 @@ def _encoder_footprint(
     peak = tally.alive + pixels
     if chunk < clip_frames:
         peak += tally.remembered + pixels
-    return _Footprint(tally.largest, int(peak * item_bytes * _MARGIN))
+    return _Footprint(chunk * height * width, tally.largest, int(peak * item_bytes * _MARGIN))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-import torch
 from torch import Tensor, nn
 
 
@@ -35,7 +34,7 @@ class ClipMemory:
         if kept is not None and kept.shape == frames.shape:
             kept.copy_(frames)
         else:
-            self._frames[layer] = frames.clone(memory_format=torch.contiguous_format)
+            self._frames[layer] = frames.clone()
 
     def is_first_time(self, layer: nn.Module) -> bool:
         """True once a clip and layer."""

@@ -18,7 +18,8 @@ from ltx_runtime.video_vae import (
     load_video_encoder,
     load_video_vae,
 )
-from ltx_runtime.video_vae.conv_layers import patchify, pixel_norm, unpatchify
+from ltx_runtime.video_vae.cells import patchify, unpatchify
+from ltx_runtime.video_vae.conv_pointwise import pixel_norm
 from ltx_runtime.video_vae.conv_vae import layers_of
 from ltx_runtime.video_vae.streaming import ClipMemory
 

@@ -1,0 +1,131 @@
+"""What stands between the convolutions of the conv video VAE: fused on a GPU that Triton knows, else plain torch.
+
+Convolutions are called without their bias, which is added here, in the pass that reads their output anyway (PyTorch
+adds it in a pass of its own). The fused passes want the channels of a position side by side in memory, and so does
+cuDNN, which otherwise copies what it reads and writes: `memory_format` is the one place that decides the layout.
+
+A fused pass computes in float32 and rounds once, where the plain path rounds after every operation.
+
+Source: video_vae.md sections 2-4.
+"""
+from __future__ import annotations
+
+import importlib
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..triton_use import triton_refusal, try_triton
+from . import cells
+from .cells import Stride
+
+PIXEL_NORM_EPS = 1e-8
+
+
+def is_fused(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether activations of this kind go through the kernels."""
+    return triton_refusal(device, dtype) is None
+
+
+def memory_format(device: torch.device, dtype: torch.dtype) -> torch.memory_format:
+    """Of the activations and the weights of the convolutions."""
+    return torch.channels_last_3d if is_fused(device, dtype) else torch.contiguous_format
+
+
+def empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor (B, C, F, H, W) of like's dtype and device in the layout of the activations."""
+    layout = memory_format(like.device, like.dtype)
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
+
+
+def pixel_norm(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """x / sqrt(mean over channels of x^2 + 1e-8), reduced and scaled in float32.
+
+    out: where to write, of x's shape and dtype and of any strides; a new tensor without it.
+    """
+    # Two passes over x: the dtype argument reduces bf16 in float32 without a float32 copy, and mul promotes in its
+    # kernel.
+    norm = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32)
+    scale = norm.square_().div_(x.shape[1]).add_(PIXEL_NORM_EPS).rsqrt_()
+    return torch.mul(x, scale, out=torch.empty_like(x) if out is None else out)
+
+
+def activate(x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out = silu(pixel_norm(x + bias)). x, out: (B, C, F, H, W) with frames, out may be some frames of more. bias: (C,)
+    of the convolution that made x, None when it is in x already. Without Triton x is overwritten when there is one."""
+    if _fusable(x, out) and _fused("finish", x, bias, None, out):
+        return
+    if bias is not None:
+        x += _per_channel(bias)
+    pixel_norm(x, out=out)
+    F.silu(out, inplace=True)
+
+
+def add_(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> None:
+    """x += bias + residual, in place. x, residual: (B, C, F, H, W), or some frames of more. bias: (C,)."""
+    if _fusable(x, *(() if residual is None else (residual,))) and _fused("finish", x, bias, residual, None):
+        return
+    x += _per_channel(bias)
+    if residual is not None:
+        x += residual
+
+
+def depth_to_space(x: Tensor, bias: Tensor, stride: Stride, skip: int) -> Tensor:
+    """cells.depth_to_space(x + bias) without its first `skip` frames. Without Triton x is overwritten."""
+    batch, channels, frames, height, width = x.shape
+    p1, p2, p3 = stride
+    if _fusable(x):
+        out = empty(x, (batch, channels // (p1 * p2 * p3), frames * p1 - skip, height * p2, width * p3))
+        if _fused("depth_to_space", x, bias, stride, skip, out):
+            return out
+    x += _per_channel(bias)
+    return cells.depth_to_space(x, stride)[:, :, skip:]
+
+
+def add_space_to_depth(main: Tensor, bias: Tensor, skip: Tensor, stride: Stride) -> Tensor:
+    """space_to_depth(main + bias) + the groups' means of space_to_depth(skip): as many consecutive channels a group as
+    make both equally wide. main, skip: (B, C, F, H, W), C of each its own. Without Triton main is overwritten."""
+    batch, channels, frames, height, width = main.shape
+    p1, p2, p3 = stride
+    width_out = channels * p1 * p2 * p3
+    if _fusable(main, skip):
+        out = empty(main, (batch, width_out, frames // p1, height // p2, width // p3))
+        if _fused("add_space_to_depth", main, bias, skip, stride, out):
+            return out
+    main += _per_channel(bias)
+    means = cells.space_to_depth(skip, stride).unflatten(1, (width_out, -1)).mean(dim=2)
+    return cells.space_to_depth(main, stride).add_(means)
+
+
+def unpatchify(x: Tensor, patch: int) -> Tensor:
+    """cells.unpatchify, into a contiguous (B, 3, F, H*p, W*p)."""
+    batch, channels, frames, height, width = x.shape
+    if _fusable(x):
+        out = x.new_empty(batch, channels // patch**2, frames, height * patch, width * patch)
+        if _fused("unpatchify", x, patch, out):
+            return out
+    return cells.unpatchify(x, patch)
+
+
+def _fusable(x: Tensor, *others: Tensor) -> bool:
+    """Whether there is anything to do and Triton may do it. Raises ValueError for activations in another layout."""
+    if not x.numel() or not is_fused(x.device, x.dtype):
+        return False
+    for tensor in (x, *others):
+        if not tensor[0].permute(1, 2, 3, 0).is_contiguous():
+            raise ValueError(
+                f"strides {tensor.stride()} of shape {tuple(tensor.shape)}: expected the channels of a position side by "
+                "side, and no gaps between the positions of a clip"
+            )
+    return True
+
+
+def _fused(kernel: str, x: Tensor, *args: object) -> bool:
+    """Run one of conv_kernels on x; False, from then on for all, where it can't be built."""
+    launch = getattr(importlib.import_module(".conv_kernels", __package__), kernel)
+    return try_triton(lambda: launch(x, *args), f"conv video VAE, {kernel}")
+
+
+def _per_channel(bias: Tensor) -> Tensor:
+    return bias.view(-1, 1, 1, 1)
