@@ -162,12 +162,12 @@ def conv_errors(shape, dtype) -> Iterator[tuple[str, float]]:
         for channels in (3, 128):
             x, b = activations(channels * growth), bias(channels * growth)
             for skip in range(stride[0]):
-                run = lambda x, b, skip=skip, stride=stride: conv_pointwise.depth_to_space(x, b, stride, skip)  # noqa: E731
+                run = lambda x, b, skip=skip, stride=stride: conv_pointwise.depth_to_space(x, b, stride, skip)
                 yield f"depth_to_space {stride} {channels} {skip}", error(run, x, b)
         grid = [size * step for size, step in zip((frames, height, width), stride)]
         for channels, group in ((5, 1), (64, growth)):
             main, skip = activations(channels, *grid), activations(channels * group, *grid)
-            run = lambda main, b, skip, stride=stride: conv_pointwise.add_space_to_depth(main, b, skip, stride)  # noqa: E731
+            run = lambda main, b, skip, stride=stride: conv_pointwise.add_space_to_depth(main, b, skip, stride)
             yield f"add_space_to_depth {stride} {channels} {group}", error(run, main, bias(channels), skip)
 
 
