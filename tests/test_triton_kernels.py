@@ -139,7 +139,7 @@ def conv_errors(shape, dtype) -> Iterator[tuple[str, float]]:
         """The worst over the result and everything around and in what run was given."""
         results = []
         for mode in (nullcontext, fused_on_the_cpu):
-            given = [x._base.clone().movedim(-1, 1)[:, :, 1:-1] if x is not None and x.ndim == 5 else x for x in tensors]
+            given = [x if x is None or x.ndim < 5 else x._base.clone().movedim(-1, 1)[:, :, 1:-1] for x in tensors]
             with mode():
                 result = run(*given)
             results.append([result] if result is not None else [given[0]._base, given[-1]._base])

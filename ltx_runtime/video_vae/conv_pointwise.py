@@ -115,8 +115,8 @@ def _fusable(x: Tensor, *others: Tensor) -> bool:
     for tensor in (x, *others):
         if not tensor[0].permute(1, 2, 3, 0).is_contiguous():
             raise ValueError(
-                f"strides {tensor.stride()} of shape {tuple(tensor.shape)}: expected the channels of a position side by "
-                "side, and no gaps between the positions of a clip"
+                f"strides {tensor.stride()} of shape {tuple(tensor.shape)}: expected the channels of a position side "
+                "by side, and no gaps between the positions of a clip"
             )
     return True
 

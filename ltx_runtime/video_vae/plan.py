@@ -16,8 +16,8 @@ from .tiling import Tiling
 
 # 32-bit indices inside cuDNN and in many kernels.
 MAX_ELEMENTS = 2**31 - 1
-# Latent cells of a chunk that keep an H200 busy: 121 frames of 768x512, 32 of 1536x1024. A larger chunk takes more memory
-# and is no faster, and its frames start later on their way to the host.
+# Latent cells of a chunk that keep an H200 busy: 121 frames of 768x512, 32 of 1536x1024. A larger chunk takes more
+# memory and is no faster, and its frames start later on their way to the host.
 FULL_CHUNK_CELLS = 6144
 # On top of the tensors counted below: small buffers, the allocator's rounding, pieces waiting between layers.
 _MARGIN = 1.1
@@ -84,7 +84,8 @@ def plan_decode(
     free_bytes: int | None,
     asked: AskedSizes = PLANNED,
 ) -> DecodePlan:
-    """Choose the chunk that keeps the GPU busy, or the largest that fits; where the smallest does not, the largest tile.
+    """Choose the chunk that keeps the GPU busy, or the largest that fits; where the smallest does not, the largest
+    tile.
 
     latent_shape: (B, C, F, H, W); clips of a batch are decoded one after the other, so B does not matter.
     item_bytes: bytes of one element of the activations. fused: whether conv_pointwise.py has kernels for them.

@@ -1,5 +1,5 @@
-"""Conv video VAE on a GPU: fused passes against plain ones in float32, whole decodes, memory against the plan, tensors of
-more than 2^31 elements."""
+"""Conv video VAE on a GPU: fused passes against plain ones in float32, whole decodes, memory against the plan, tensors
+of more than 2^31 elements."""
 
 from __future__ import annotations
 
