@@ -20,9 +20,9 @@ from ltx_runtime.conditioning import audio_state, text_to_video_state
 from ltx_runtime.runtime import TransformerModel, load_transformer
 from ltx_runtime.sampler import SampleRequest, TextFeatures
 from ltx_runtime.schedules import distilled_sigmas
-from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape, audio_latent_frames
+from ltx_runtime.shapes import TIME_FACTOR, AudioLatentShape, VideoLatentShape, audio_latent_frames
 from ltx_runtime.tiny import write_tiny_checkpoints
-from ltx_runtime.video_vae import DecodePlan, VideoVAE, load_video_vae
+from ltx_runtime.video_vae import AskedSizes, DecodePlan, VideoVAE, load_video_vae
 
 FRAME_RATE = 24.0
 
@@ -92,16 +92,9 @@ def clip_request(
 
 
 def plan_of_chunk(vae: VideoVAE, latent_shape: tuple[int, ...], chunk: int) -> DecodePlan:
-    """The decode plan of this many latent frames a chunk, 0 = the whole clip, with its own estimate of memory: what is
-    planned where just enough is free for it."""
-    low, high = 0, 1 << 50
-    while chunk and low < high:
-        middle = (low + high) // 2
-        if vae.plan(latent_shape, free_bytes=middle).chunk_frames >= chunk:
-            high = middle
-        else:
-            low = middle + 1
-    return vae.plan(latent_shape, free_bytes=high)
+    """The decode plan of this many latent frames a chunk, 0 = the whole clip, with its own estimate of memory."""
+    sizes = AskedSizes(temporal_size=TIME_FACTOR * (chunk or latent_shape[2]))
+    return vae.plan(latent_shape, free_bytes=1 << 50, sizes=sizes)
 
 
 def size_name(size: tuple[int, int, int]) -> str:

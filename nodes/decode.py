@@ -19,8 +19,8 @@ class LTXGraphVideoDecode(io.ComfyNode):
             node_id="LTXGraphVideoDecode",
             display_name="LTX Graph Video Decode",
             category="LTXGraph",
-            description="Decodes an LTX video latent on the device: the whole clip when it fits, else an exact stream "
-            "of chunks, or tiles; the log says which.",
+            description="Decodes an LTX video latent on the device: the whole clip, an exact stream of chunks, or "
+            "tiles; the log says which and why.",
             search_aliases=["LTX 2.5", "VAEDecode", "VAEDecodeTiled"],
             inputs=[
                 VideoVAE.Input("video_vae", tooltip="From LTX Graph Video VAE Loader."),

@@ -27,8 +27,8 @@ class LTXGraphVideoEncode(io.ComfyNode):
             node_id="LTXGraphVideoEncode",
             display_name="LTX Graph Video Encode",
             category="LTXGraph",
-            description="Encodes images or a video to an LTX latent on the device: the whole clip when it fits, else "
-            "an exact stream of chunks.",
+            description="Encodes images or a video to an LTX latent on the device: the whole clip, or an exact stream "
+            "of chunks.",
             search_aliases=["LTX 2.5", "VAEEncode", "VAEEncodeTiled", "image to video"],
             inputs=[
                 VideoVAE.Input("video_vae", tooltip="From LTX Graph Video VAE Loader."),
