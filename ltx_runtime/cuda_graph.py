@@ -7,8 +7,10 @@ PyTorch's two allocators allow during and after a capture was measured; those fa
   capture belongs to the graph.
 * A capture that Python leaves by an exception is either still valid (class A) or invalidated by CUDA (class B). They need
   opposite clean-ups; the wrong one breaks the allocator.
-* Under cudaMallocAsync (ComfyUI's default) the process aborts when a tensor made inside a capture dies before the graph
-  was replayed once. So a closed graph is always replayed before anything is dropped.
+* Under cudaMallocAsync (ComfyUI's default) the process aborts when a tensor made inside a capture dies outside of it before
+  the graph was replayed once, and PyTorch prints a warning when it dies later. So the results are copied into buffers that
+  were there before, inside the capture, and everything made in it dies in it; what a failed capture leaves behind is
+  replayed before it is dropped.
 """
 from __future__ import annotations
 
@@ -18,12 +20,13 @@ import gc
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from . import host_waits
 from .errors import CaptureError, MemoryShortageError, RestartRequiredError
 from .tensor_tree import map_tensors, named_tensors, static_values
 
@@ -176,14 +179,23 @@ class GraphCounters:
 
 
 _MEASUREMENTS_KEPT = 256
+# A guided two-stage render has up to ten kinds of steps (tests/test_graph_cache.py).
+_MAX_GRAPHS = 16
+# Of the card's memory, for all recordings together: four of 1536x1024x121 on an H200.
+_MEMORY_SHARE = 8
 
 
 class GraphCache:
-    """A bounded set of recordings of one function, least recently used first out."""
+    """Recordings of one function, bounded by number and by memory, least recently used first out.
 
-    def __init__(self, device: torch.device, *, max_graphs: int = 4):
+    max_bytes: device memory of all recordings together, None for an eighth of the card. Recordings that the caller still
+    needs may exceed it, so that no render records its own again and again.
+    """
+
+    def __init__(self, device: torch.device, *, max_graphs: int = _MAX_GRAPHS, max_bytes: int | None = None):
         self.device = device
         self.max_graphs = max_graphs
+        self._max_bytes = max_bytes
         self.counters = GraphCounters()
         self._steps: OrderedDict[GraphKey, GraphedStep] = OrderedDict()
         self._measurements: OrderedDict[tuple, Any] = OrderedDict()  # by GraphKey.shape
@@ -221,14 +233,24 @@ class GraphCache:
         failures, reason = self._failed.get(key, (0, ""))
         return f"captured twice without success: {reason}" if failures >= 2 else None
 
-    def capture(self, key: GraphKey, fn: Callable[[Any, Any], Any], constants: Any, inputs: Any, phase: Phase) -> tuple[GraphedStep, Any]:
+    def capture(
+        self,
+        key: GraphKey,
+        fn: Callable[[Any, Any], Any],
+        constants: Any,
+        inputs: Any,
+        phase: Phase,
+        *,
+        keep: Collection[GraphedStep] = (),
+    ) -> tuple[GraphedStep, Any]:
         """Warm up, record fn(constants, inputs) and replay once. Returns (recording, outputs of that first replay).
 
-        Raises CaptureError; the process is healthy afterwards, or the message says to restart.
+        keep: recordings that must not make way. Raises CaptureError; the process is healthy afterwards, or the message
+        says to restart.
         """
         # Old graphs go before the capture: destroying one inside it would invalidate it.
-        while len(self._steps) >= self.max_graphs:
-            self._evict(next(iter(self._steps)))
+        while len(self._steps) >= self.max_graphs and self._evict_oldest(keep):
+            pass
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         try:
@@ -238,9 +260,8 @@ class GraphCache:
                     break
                 except MemoryShortageError:
                     # Its own old recordings may make room; a lasting shortage is no failure of this key.
-                    if not self._steps:
+                    if not self._evict_oldest(keep):
                         raise
-                    self._evict(next(iter(self._steps)))
         except RestartRequiredError:
             raise
         except CaptureError as error:
@@ -252,12 +273,25 @@ class GraphCache:
         self._failed.pop(key, None)
         self._steps[key] = step
         self.counters.captures += 1
+        while self.device_bytes > self.max_bytes and self._evict_oldest((*keep, step)):
+            pass
         return step, outputs
 
-    def _evict(self, key: GraphKey) -> None:
-        self._steps.pop(key).close()
+    def _evict_oldest(self, keep: Collection[GraphedStep]) -> bool:
+        """Drop the recording that was not used for longest, of those not in keep; False when there is none."""
+        oldest = next((key for key, step in self._steps.items() if all(step is not kept for kept in keep)), None)
+        if oldest is None:
+            return False
+        self._steps.pop(oldest).close()
         self.counters.evictions += 1
         return_graph_memory(self.device)
+        return True
+
+    @property
+    def max_bytes(self) -> int:
+        if self._max_bytes is None:
+            self._max_bytes = torch.cuda.get_device_properties(self.device).total_memory // _MEMORY_SHARE
+        return self._max_bytes
 
     @property
     def device_bytes(self) -> int:
@@ -330,11 +364,12 @@ def _recorded(fn, constants, inputs, stream, device, phase) -> tuple[GraphedStep
         static_constants, static_inputs = _static_like(constants), _static_like(inputs)
         _copy_into(static_constants, constants)
         _copy_into(static_inputs, inputs)
-        needed_bytes = _warm_up(lambda: fn(static_constants, static_inputs), stream, device)
+        warm_outputs, needed_bytes = _warm_up(lambda: fn(static_constants, static_inputs), stream, device)
+        static_outputs = _static_like(warm_outputs)
+        del warm_outputs
         report.warmup_ms = (time.perf_counter() - started) * 1e3
-    report.static_bytes = sum(
-        t.numel() * t.element_size() for tree in (static_constants, static_inputs) for _, t in named_tensors(tree)
-    )
+    trees = (static_constants, static_inputs, static_outputs)
+    report.static_bytes = sum(t.numel() * t.element_size() for tree in trees for _, t in named_tensors(tree))
     with phase("sample.capture"):
         # The warm-up's blocks belong to the capture stream; freed, the recording finds room for its own.
         torch.cuda.empty_cache()
@@ -346,47 +381,47 @@ def _recorded(fn, constants, inputs, stream, device, phase) -> tuple[GraphedStep
             )
         before = held_bytes(device)
         started = time.perf_counter()
-        graph, outputs = _guarded_capture(lambda: fn(static_constants, static_inputs), stream, device)
+        graph = _guarded_capture(
+            lambda: _copy_into(static_outputs, fn(static_constants, static_inputs)), stream, device
+        )
         report.capture_ms = (time.perf_counter() - started) * 1e3
         started = time.perf_counter()
-        outputs = _first_replay(graph, outputs, device)
+        _first_replay(graph, device)
         report.first_replay_ms = (time.perf_counter() - started) * 1e3
         report.graph_bytes = max(held_bytes(device) - before, 0)
-    step = GraphedStep(graph, static_constants, static_inputs, outputs, report, device)
+    step = GraphedStep(graph, static_constants, static_inputs, static_outputs, report, device)
     step._loaded_constants = constants
-    return step, outputs
+    return step, static_outputs
 
 
-def _warm_up(body, stream, device) -> int:
-    """One eager pass on the capture stream, with forbidden host syncs turned into errors. Returns its peak bytes."""
+def _warm_up(body: Callable[[], Any], stream, device) -> tuple[Any, int]:
+    """One eager pass on the capture stream. Returns its outputs and its peak bytes. Raises CaptureError when it waits for
+    the device anywhere, in Python or below: in a capture that would be fatal."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream), _sync_debug("error"):
-        try:
-            body()
-        except RuntimeError as error:
-            if "synchronizing CUDA operation" not in str(error):
-                raise
-            raise CaptureError(f"not captured: the step waits for the host at {_innermost_line(error)}") from error
+    with torch.cuda.stream(stream), host_waits.host_waits_seen() as waits:
+        outputs = body()
     stream.synchronize()
-    return torch.cuda.max_memory_allocated(device) - before
+    if waits:
+        raise CaptureError(f"not captured: the step waits for the device at {waits[0]}")
+    return outputs, torch.cuda.max_memory_allocated(device) - before
 
 
-def _guarded_capture(body: Callable[[], Any], stream, device):
-    """Record body() on stream. Returns (graph, outputs) or raises CaptureError after cleaning up."""
+def _guarded_capture(body: Callable[[], None], stream, device):
+    """Record body() on stream. Returns the graph or raises CaptureError after cleaning up."""
     graph = torch.cuda.CUDAGraph()
     pool = torch.cuda.graph_pool_handle()
     torch.cuda.synchronize(device)
-    outputs = error = None
+    error = None
     closed = False
     with _no_garbage_collection(), torch.cuda.stream(stream):
         # thread_local: in the default mode a harmless CUDA call of any other thread (previews, pinned memory) would
         # invalidate the capture.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
-            with _sync_debug("error"):
-                outputs = body()
+            with host_waits.NoHostWaits():
+                body()
         except BaseException as raised:  # noqa: BLE001 - also an interrupt must close the capture; it is raised again below
             error = raised
         try:
@@ -395,36 +430,34 @@ def _guarded_capture(body: Callable[[], Any], stream, device):
         except RuntimeError as end_error:
             error = error or end_error
     if error is None:
-        return graph, outputs
+        return graph
     where = _innermost_line(error)
     words = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'} ({where})"
     if closed:
-        _discard_closed_capture(graph, error, outputs, device)
+        _discard_closed_capture(graph, error, device)
     else:
-        _discard_invalidated_capture(graph, pool, (error, outputs), stream, device)
+        _discard_invalidated_capture(graph, pool, error, stream, device)
     if not isinstance(error, Exception):
         # An interrupt. A new one: the frames of the first may hold tensors that must stay alive.
         raise type(error)(*error.args) from None
-    del outputs
     _check_health(device)
     raise CaptureError(f"capture failed: {words}. The render goes on eager; set cuda_graph=off to not try.")
 
 
-def _discard_closed_capture(graph, error, outputs, device) -> None:
+def _discard_closed_capture(graph, error, device) -> None:
     """Class A. The partial graph is replayed once, so that the async allocator knows its addresses before the tensors made
     inside die; it writes only its own memory."""
     try:
         graph.replay()
         torch.cuda.synchronize(device)
     except RuntimeError as replay_error:
-        _keep_for_ever((graph, error, outputs, replay_error))
+        _keep_for_ever((graph, error, replay_error))
         return
     _clear_frames(error)
-    del outputs
     graph.reset()
 
 
-def _discard_invalidated_capture(graph, pool, remains, stream, device) -> None:
+def _discard_invalidated_capture(graph, pool, error, stream, device) -> None:
     """Class B. CUDA dropped the capture, PyTorch still thinks it runs: end the pool, reset, release, heal the generator."""
     global _no_more_captures
     index = device.index if device.index is not None else torch.cuda.current_device()
@@ -435,11 +468,11 @@ def _discard_invalidated_capture(graph, pool, remains, stream, device) -> None:
         torch._C._cuda_releasePool(index, pool)
     except (AttributeError, RuntimeError) as cleanup_error:
         _no_more_captures = f"an earlier capture left the allocator in a state that could not be repaired ({cleanup_error})"
-        _keep_for_ever((graph, remains))
+        _keep_for_ever((graph, error))
         return
     if allocator_backend() == "cudaMallocAsync":
-        # They hold tensors the allocator must never see freed, and later captures fail every second time.
-        _keep_for_ever(remains)
+        # Its frames hold tensors the allocator must never see freed, and later captures fail every second time.
+        _keep_for_ever(error)
         _no_more_captures = (
             "an earlier capture was invalidated under cudaMallocAsync, so no further capture is made in this process; "
             "restart ComfyUI to capture again (--disable-cuda-malloc is the safer setting)"
@@ -464,16 +497,15 @@ def _heal_generator(stream, device) -> None:
     graph.reset()
 
 
-def _first_replay(graph, outputs, device):
+def _first_replay(graph, device) -> None:
     """Replay once and wait. Under cudaMallocAsync memory becomes real here, so this is where a full card shows."""
     try:
         graph.replay()
         torch.cuda.synchronize(device)
     except RuntimeError as error:
-        _keep_for_ever((graph, outputs, error))
+        _keep_for_ever((graph, error))
         _check_health(device)
         raise CaptureError(f"the first replay failed: {str(error).splitlines()[0]}. The render goes on eager.") from None
-    return outputs
 
 
 def _check_health(device) -> None:
@@ -490,16 +522,6 @@ def _check_health(device) -> None:
 
 
 @contextlib.contextmanager
-def _sync_debug(mode: str) -> Iterator[None]:
-    previous = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode(mode)
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(previous)
-
-
-@contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """A collected CUDAGraph would invalidate a running capture."""
     gc.collect()
@@ -513,10 +535,11 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _innermost_line(error: BaseException) -> str:
+    """Where error was raised, or what was called there that host_waits refused."""
     frame = error.__traceback__
     if frame is None:
         return "unknown place"
-    while frame.tb_next is not None:
+    while frame.tb_next is not None and frame.tb_next.tb_frame.f_code.co_filename != host_waits.__file__:
         frame = frame.tb_next
     code = frame.tb_frame.f_code
     return f"{code.co_filename.replace(chr(92), '/').rsplit('/', 1)[-1]}:{frame.tb_lineno} in {code.co_name}"

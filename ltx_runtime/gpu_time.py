@@ -1,57 +1,113 @@
-"""GPU time of one call without a profiler: event pairs around work that was queued up behind a device-side delay.
+"""GPU time of one call without a profiler: event pairs around work that stood in the launch queue before it began.
 
-The host issues a part of the call while the device spins; when the spin ends, the part is in the launch queue as a whole and
-runs without gaps, so an event pair around it is busy time. Parts stay short enough for the queue (about 1,000 launches).
+The call is cut into parts short enough for the queue (about 1,000 launches). A part that the host had issued as a whole
+before the device began it ran without waiting for the host; whether it did is asked of its first event. Two ways there:
 
-CUPTI gives the same number (within 5 %, checked in benchmarks/) and more, but its first use costs seconds and every launch
-of the process stays slower afterwards (measured on an H200: eager steps of 127 ms became 165-200 ms). So the decision inside
-a render uses this, benchmarks use CUPTI.
+* A host that is far ahead stays so by itself: one delay at the start, and nothing disturbs the device's clock after it.
+* Else the device spins before every part while the host issues it.
+
+Event pairs also count the gap between queued kernels, about 1 us each. The launches of the call are counted in a run
+that is not timed, the gap is measured once a device; what is left agrees with the union of CUPTI's kernel intervals
+(benchmarks/step.py prints both). CUPTI itself gives more, but its first use costs seconds and every launch of the process
+stays slower afterwards (H200: eager steps of 127 ms became 165-200 ms). So a render uses this, benchmarks use CUPTI.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+# Of the shortest kernel, as CUPTI sees it on an H200. The rest of a queue's pace is the gap between kernels.
+SHORTEST_KERNEL_MS = 1.0e-3
+# Over all launches of a step on an H200; for a host that is too busy to measure it.
+_USUAL_GAP_MS = 1.4e-3
+_PACE_LAUNCHES, _PACE_DELAY_MS = 400, 10
 
 
 @dataclass(frozen=True)
 class GpuTime:
-    """gpu_ms: None when a part was not queued in time, then `reason` says so. parts: number of parts."""
+    """gpu_ms: None when a part was not queued in time, then `reason` says so. event_ms: the same with the gaps between
+    kernels. method: "queued_events" or "delayed_events". parts: number of parts."""
 
     result: Any
-    gpu_ms: float | None
+    method: str
     parts: int
+    gpu_ms: float | None = None
+    event_ms: float | None = None
     reason: str | None = None
 
 
-def gpu_time_behind_delay(
-    fn: Callable[[], Any], cuts: Sequence[nn.Module], *, wall_ms: float, device: torch.device
+class LaunchCount(TorchFunctionMode):
+    """Counts the kernels that PyTorch calls of this thread launch: one for each result in memory of its own, one for each
+    call that writes into its arguments. Composite results and split matrix products count once (2 % too few at S0)."""
+
+    def __init__(self):
+        super().__init__()
+        self.launches = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name.startswith("empty"):
+            return result
+        writes = "out" in kwargs or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        self.launches += writes or not _memory_of(result) <= _memory_of((args, kwargs))
+        return result
+
+
+def _memory_of(tree: Any) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in _tensors(tree)}
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        yield from _tensors(tuple(tree.values()))
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _tensors(item)
+
+
+def queued_gpu_time(
+    fn: Callable[[], Any],
+    cuts: Sequence[nn.Module],
+    *,
+    part_ms: float,
+    launches: int,
+    host_ahead: bool,
+    device: torch.device,
 ) -> GpuTime:
     """Run fn once and time its GPU work.
 
-    cuts: modules that fn calls; a new part begins before each. wall_ms: what fn takes without this, for the length of the
-    delays. Waits for the device before and after. fn's exceptions pass through.
+    cuts: modules that fn calls; a new part begins before each. part_ms: what the host takes to issue a part, at most, for
+    the length of the delays. launches: of fn, by LaunchCount. host_ahead: one delay at the start instead of one a part.
+    Waits for the device before and after. fn's exceptions pass through.
     """
+    gap_ms = launch_gap_ms(device)
     # Twice the mean issue time of a part: the host's pace varies.
-    delay_cycles = int(2 * wall_ms / (len(cuts) + 1) * _cycles_per_ms())
-    pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    delay_cycles = int(2 * part_ms * _cycles_per_ms())
+    events: list[torch.cuda.Event] = []
+    starts: list[torch.cuda.Event] = []
     late = 0
 
     def begin() -> None:
-        torch.cuda._sleep(delay_cycles)
-        pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        pair[0].record()
-        pairs.append(pair)
+        if not (host_ahead and starts):
+            torch.cuda._sleep(delay_cycles)
+        starts.append(_recorded_event())
 
     def finish() -> None:
         nonlocal late
-        started, ended = pairs[-1]
-        ended.record()
-        late += started.query()  # the delay is over already: the last launches may have come too late
-        ended.synchronize()
+        events.append(_recorded_event())
+        late += starts[-1].query()  # the device has begun already: the last launches may have come too late
+        if not host_ahead:
+            events[-1].synchronize()
 
     def cut(module: nn.Module, args: Any) -> None:
         finish()
@@ -63,21 +119,61 @@ def gpu_time_behind_delay(
         begin()
         result = fn()
         finish()
+        events[-1].synchronize()
     finally:
         for hook in hooks:
             hook.remove()
+    method = "queued_events" if host_ahead else "delayed_events"
     if late:
-        return GpuTime(result, None, len(pairs), f"{late} of {len(pairs)} parts were not queued in time")
-    return GpuTime(result, sum(started.elapsed_time(ended) for started, ended in pairs), len(pairs))
+        words = f"{late} of {len(starts)} parts were not queued in time"
+        return GpuTime(result, method, len(starts), reason=words)
+    event_ms = sum(started.elapsed_time(ended) for started, ended in zip(starts, events))
+    return GpuTime(result, method, len(starts), without_gaps(event_ms, launches, gap_ms), event_ms)
+
+
+def without_gaps(event_ms: float, launches: int, gap_ms: float) -> float:
+    """Event time less the gaps between queued kernels. Not less than what the shortest kernels alone would leave of it,
+    so that a miscount can't make it nothing."""
+    least = event_ms * SHORTEST_KERNEL_MS / (SHORTEST_KERNEL_MS + gap_ms)
+    return max(event_ms - launches * gap_ms, least)
+
+
+@functools.cache
+def launch_gap_ms(device: torch.device) -> float:
+    """Gap between two kernels of a full queue, from the pace of the shortest ones; measured once a device."""
+    pace_ms = queue_pace_ms(device)
+    return _USUAL_GAP_MS if pace_ms is None else max(pace_ms - SHORTEST_KERNEL_MS, 0.0)
+
+
+def queue_pace_ms(device: torch.device) -> float | None:
+    """Time from one to the next of the shortest kernels in a full queue, the best of three; None on a host so busy that
+    it never filled the queue in time."""
+    paces = []
+    with torch.cuda.device(device):
+        for _ in range(3):
+            torch.cuda._sleep(int(_PACE_DELAY_MS * _cycles_per_ms()))
+            started = _recorded_event()
+            for _ in range(_PACE_LAUNCHES):
+                torch.cuda._sleep(1)
+            ended = _recorded_event()
+            if not started.query():
+                ended.synchronize()
+                paces.append(started.elapsed_time(ended) / _PACE_LAUNCHES)
+    return min(paces, default=None)
+
+
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _cycles_per_ms() -> float:
-    """Pace of the spinning kernel, from one timed spin of about a ms."""
+    """Pace of the spinning kernel now, from one timed spin of about a ms."""
     cycles = 2_000_000
-    started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(1000)  # the kernel's first launch loads it
-    started.record()
+    started = _recorded_event()
     torch.cuda._sleep(cycles)
-    ended.record()
+    ended = _recorded_event()
     ended.synchronize()
     return cycles / started.elapsed_time(ended)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 # A replayed step still has launch gaps and the copies at its edge: measured 3-9 % over the kernels' own time (H200, S0-S1).
 _REPLAY_OVERHEAD = 1.05
+# Recording and instantiating 6,000 launches took 220-410 ms (H200, native, S0-S2).
+_RECORDING_MS = 0.06
 # Below this gain per step the decision would rest on noise.
 _MINIMUM_GAIN = 1.05
 
@@ -15,10 +17,11 @@ _MINIMUM_GAIN = 1.05
 @dataclass(frozen=True)
 class BusyMeasurement:
     """Eager steps of one key, milliseconds. wall_ms: unprofiled step, synchronised at both ends. gpu_ms: union of the
-    intervals in which kernels ran."""
+    intervals in which kernels ran. launches: kernels of a step."""
 
     wall_ms: float
     gpu_ms: float
+    launches: int
 
     @property
     def gpu_busy(self) -> float:
@@ -30,8 +33,8 @@ class BusyMeasurement:
 
     @property
     def predicted_capture_ms(self) -> float:
-        """One warm-up pass, one recording pass at the host's pace, and instantiation: 3-4 eager steps at S0 on an H200."""
-        return 4 * self.wall_ms
+        """A warm-up pass and a first replay, and the recording, which goes by the launches."""
+        return 2 * self.wall_ms + self.launches * _RECORDING_MS
 
 
 @dataclass(frozen=True)

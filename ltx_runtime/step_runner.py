@@ -5,6 +5,8 @@ truth (a replay returns at once, so without this wait they would lie).
 """
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +15,7 @@ import torch
 
 from .cuda_graph import GraphedStep, GraphKey, allocator_backend, unavailable_reason
 from .errors import CaptureError, NonFiniteError, RestartRequiredError
-from .gpu_time import gpu_time_behind_delay
+from .gpu_time import LaunchCount, queued_gpu_time
 from .graph_policy import BusyMeasurement, decide
 from .steps import StepConstants, StepInputs, StepOutputs, denoise_step
 from .timing import Phase, Timeline
@@ -24,25 +26,30 @@ if TYPE_CHECKING:
 CUDA_GRAPH_MODES = ("auto", "on", "off")
 ON_CAPTURE_FAILURE = ("eager", "error")
 
-# auto: the first eager step of a kind meets cold kernels, the second is timed with the device idle at both ends, the third
-# runs in timed parts.
-_TIMED_RUN, _MEASURED_RUN = 1, 2
+# auto: the first eager step of a kind meets cold kernels and has its launches counted, the second is timed with the device
+# idle at both ends, the third runs in timed parts.
+_COUNTED_RUN, _TIMED_RUN, _MEASURED_RUN = 0, 1, 2
 # A busy host may issue a part too late to time it; the next step then gets longer delays.
 _MEASURE_TRIES, _LONGER_DELAYS = 3, 3
+# No host that renders takes longer (a busy ComfyUI: 0.06).
+SLOW_LAUNCH_MS = 0.06
 # About 500 launches: half of what the launch queue holds.
 BLOCKS_PER_PART = 4
 
 
 @dataclass
 class _Kind:
-    """What is known of the steps that share one graph key. A render whose guidance skips passes has several kinds."""
+    """What is known of the steps that share one graph key. A render whose guidance skips passes has several kinds.
+    lag_ms: how far the device was behind when the timed step was issued."""
 
     key: GraphKey | None = None
     recording: GraphedStep | None = None
     capture: bool = False
     measuring: bool = False
     eager_runs: int = 0
+    launches: int = 0
     timed_ms: float = 0.0
+    lag_ms: float = 0.0
     measure_tries: int = 0
 
 
@@ -207,7 +214,12 @@ class StepRunner:
         self._drain()
         try:
             kind.recording, outputs = self._model.graphs.capture(
-                kind.key, self._step, self._constants[index], inputs, lambda name: self._timeline.phase(name, step=index)
+                kind.key,
+                self._step,
+                self._constants[index],
+                inputs,
+                lambda name: self._timeline.phase(name, step=index),
+                keep=[known.recording for known in self._kinds.values() if known.recording is not None],
             )
         except RestartRequiredError:
             raise
@@ -227,36 +239,49 @@ class StepRunner:
         return self._issued(index, phase, outputs, (started, _recorded_event()))
 
     def _eager(self, kind: _Kind, index: int, inputs: StepInputs) -> StepOutputs:
+        counted = kind.measuring and kind.eager_runs == _COUNTED_RUN
         timed = kind.measuring and kind.eager_runs == _TIMED_RUN
         if timed:
             self._drain()
         phase = self._timeline.begin("sample.step", step=index)
         try:
-            outputs = self._step(self._constants[index], inputs)
+            with LaunchCount() if counted else contextlib.nullcontext() as count:
+                outputs = self._step(self._constants[index], inputs)
         except BaseException as error:
             self._timeline.end(phase, error=error)
             raise
         self._issued(index, phase, outputs, None)
+        if counted:
+            kind.launches = count.launches
         if timed:
+            issued = time.perf_counter()
             self._drain()
-            kind.timed_ms = phase.wall_ms
+            kind.timed_ms, kind.lag_ms = phase.wall_ms, (time.perf_counter() - issued) * 1e3
         kind.eager_runs += 1
         return outputs
 
     def _measure(self, kind: _Kind, index: int, inputs: StepInputs) -> StepOutputs:
         """Run this step in timed parts, in a phase of its own; its bits are those of any eager step."""
         self._drain()
-        with self._timeline.phase("sample.measure", step=index, eager_wall_ms=kind.timed_ms) as phase:
-            measured = gpu_time_behind_delay(
+        # From the first block on: a step of several passes one after the other meets it again.
+        cuts = list(self._model.module.transformer_blocks)[::BLOCKS_PER_PART]
+        parts = 1 + len(cuts) * self._constants[index].model_calls
+        with self._timeline.phase(
+            "sample.measure", step=index, eager_wall_ms=kind.timed_ms, launches=kind.launches
+        ) as phase:
+            measured = queued_gpu_time(
                 lambda: self._step(self._constants[index], inputs),
-                # From the first block on: a step of several passes one after the other meets it again.
-                list(self._model.module.transformer_blocks)[::BLOCKS_PER_PART],
-                wall_ms=kind.timed_ms * _LONGER_DELAYS**kind.measure_tries,
+                cuts,
+                part_ms=min(kind.timed_ms, kind.launches * SLOW_LAUNCH_MS)
+                / parts
+                * _LONGER_DELAYS**kind.measure_tries,
+                launches=kind.launches,
+                host_ahead=kind.lag_ms > kind.timed_ms / parts and kind.measure_tries == 0,
                 device=self._model.device,
             )
             outputs: StepOutputs = measured.result
-            phase.gpu_ms, phase.gpu_method = measured.gpu_ms, "delayed_events"
-            phase.attrs["parts"] = measured.parts
+            phase.gpu_ms, phase.gpu_method = measured.gpu_ms, measured.method
+            phase.attrs |= {"parts": measured.parts, "event_ms": measured.event_ms}
         kind.measure_tries += 1
         self.account["steps"].append("measure")
         self._check_finite(index, outputs.probe.to("cpu"))
@@ -266,7 +291,7 @@ class StepRunner:
             self.account["decision"] = f"auto: GPU time could not be measured ({measured.reason}), not captured"
             self._timeline.note("sample.measure", self.account["decision"])
             return outputs
-        measurement = BusyMeasurement(kind.timed_ms, measured.gpu_ms)
+        measurement = BusyMeasurement(kind.timed_ms, measured.gpu_ms, kind.launches)
         self._model.graphs.remember(kind.key, measurement)
         self._decide(kind, measurement, self._left(index) - 1, seen_before=False)
         return outputs

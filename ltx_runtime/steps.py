@@ -75,6 +75,11 @@ class StepConstants:
     audio: StreamRule | None
     sampler: str
 
+    @property
+    def model_calls(self) -> int:
+        """Model calls of one step."""
+        return len(self.forwards) * (2 if self.sampler == "res_2s" else 1)
+
 
 @dataclass(frozen=True)
 class StreamInputs:

@@ -52,7 +52,8 @@ PHASES = frozenset(
 )
 PHASE_PREFIXES = ("decode.", "encode.")
 SEGMENT = "segment"  # the stay in one node; it contains phases and is no phase itself
-GPU_METHODS = ("cupti", "graph_events", "delayed_events")
+# queued_events, delayed_events: gpu_time.py, without and with a delay before every part; gaps between kernels taken off
+GPU_METHODS = ("cupti", "graph_events", "queued_events", "delayed_events")
 
 log = logging.getLogger("ltxgraph")
 _to_json = json.JSONEncoder(allow_nan=False).encode  # json.dumps would build an encoder for every line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -72,12 +73,50 @@ def test_soak():
     assert table.startswith("7 renders of ")
 
 
-@pytest.fixture
-def load_benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import load
+def test_lora():
+    table, result = run("lora", "--repeats", "1")
+    assert [row["action"] for row in result["rows"]][:3] == ["fuse into the base", "other strength", "take out"]
+    assert all(row["base_equal"] for row in result["rows"]) and "base bit for bit: True" in table
 
-    return load
+
+def test_auto():
+    table, result = run("auto", "S0", "--runs", "2", "--steps", "1")
+    (row,) = result["rows"]
+    assert row["not_slower"] in (True, False) and row["eager_ms"]["runs"] == row["settled_ms"]["runs"] == 2
+    assert row["settled_as"] == ["eager"] and row["measured"] is None and row["within_budget"] is True
+    assert "not slower than eager once settled: " in table and "| S0 64x64x9 |" in table
+
+
+@pytest.fixture
+def benchmark_module(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def test_auto_judges_medians_against_the_eager_spread_and_costs_against_the_budget(benchmark_module):
+    auto = benchmark_module("auto")
+    row = {
+        "eager_ms": {"median": 1000.0, "min": 980.0, "max": 1040.0},
+        "settled_ms": {"median": 1030.0, "min": 990.0, "max": 1100.0},
+        "measured": {"wall_ms": 120.0, "gpu_ms": 102.0, "launches": 6000},
+        "phases_ms": {"sample.measure": 400.0, "sample.warmup": 220.0, "sample.capture": 500.0},
+        "capture": {"graph_bytes": 200, "static_bytes": 100},
+    }
+    card = 2400
+    good = auto.verdict(row, card)
+    assert good == {"not_slower": True, "within_budget": True, "over_budget": []}
+    assert not auto.verdict(row | {"settled_ms": {"median": 1041.0}}, card)["not_slower"]
+    slow = row["phases_ms"]
+    assert auto.verdict(row | {"phases_ms": slow | {"sample.measure": 481.0}}, card)["over_budget"] == ["measuring"]
+    assert auto.verdict(row | {"phases_ms": slow | {"sample.capture": 741.0}}, card)["over_budget"] == ["capturing"]
+    assert auto.verdict(row, card - 8)["over_budget"] == ["memory"]
+    nothing = {"measured": None, "capture": None, "phases_ms": dict.fromkeys(slow, 0)}
+    assert auto.verdict(row | nothing, None)["within_budget"]
+
+
+@pytest.fixture
+def load_benchmark(benchmark_module):
+    return benchmark_module("load")
 
 
 def test_the_load_benchmarks_file_is_a_transformer_of_fewer_blocks(load_benchmark, tmp_path):

@@ -134,20 +134,17 @@ def test_a4_noise_is_drawn_outside_the_graph(model, sampler):
 # B. Capture: failure, fallback, allocator, threads
 
 
-def test_b1_a_recording_outlives_the_one_made_before_it(model):
-    model.graphs.max_graphs = 2
-    try:
-        render(model, "on")
-        second = {"num_frames": 17}
-        expected = [render(model, seed=seed, **second) for seed in range(5)]
-        render(model, "on", **second)
-        render(model, "on", num_frames=9)  # drops the first
-        assert model.graphs.counters.evictions == 1
-        for seed, eager in enumerate(expected):
-            result = render(model, "on", seed=seed, **second)
-            assert result.graph["steps"] == ["replay"] * 8 and same(result, eager)
-    finally:
-        model.graphs.max_graphs = 4
+def test_b1_a_recording_outlives_the_one_made_before_it(model, monkeypatch):
+    monkeypatch.setattr(model.graphs, "max_graphs", 2)
+    render(model, "on")
+    second = {"num_frames": 17}
+    expected = [render(model, seed=seed, **second) for seed in range(5)]
+    render(model, "on", **second)
+    render(model, "on", num_frames=9)  # drops the first
+    assert model.graphs.counters.evictions == 1
+    for seed, eager in enumerate(expected):
+        result = render(model, "on", seed=seed, **second)
+        assert result.graph["steps"] == ["replay"] * 8 and same(result, eager)
 
 
 def test_b4_the_warm_up_runs_first_on_the_capture_stream_and_nothing_else_gets_the_captures_memory(model, monkeypatch):
