@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .config import TransformerConfig
+from .errors import LTXError
 
 if TYPE_CHECKING:
     from .checkpoint import CheckpointHeader
@@ -15,6 +16,28 @@ if TYPE_CHECKING:
 # Values of one block alive at once, per token and unit of width: residual, norm, q, k, v, attention (8), the feed-forward's
 # hidden layer before and after its activation (8). h200_baseline.md section 3 measured 9 (fused) to 14 (ComfyUI).
 _VALUES_PER_TOKEN = 16
+
+
+# CUDA and its libraries say it in words only; cuDNN has no plan left when none gets its workspace.
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "unable to find an engine",
+    "Unable to find a valid cuDNN algorithm",
+)
+
+
+class DeviceMemoryError(LTXError, torch.OutOfMemoryError):
+    """The device has too little memory for the smallest plan too. Also PyTorch's own error, so that a host which frees
+    its models at one does so."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device ran out of memory."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
 def sampling_bytes(config: TransformerConfig, request: SampleRequest, *, item_bytes: int, recorded: bool) -> int:

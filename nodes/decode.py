@@ -83,7 +83,7 @@ class LTXGraphVideoDecode(io.ComfyNode):
                 noise=DecodeNoise(seed=decoder_seed),
                 timeline=timeline,
                 check_cancelled=host.cancel_check(),
-                on_chunk=host.step_progress(),
+                on_progress=host.step_progress(),
             )
             images = host.to_intermediate(frames)
         report = host.extend(report, timeline, settings={"video_vae": video_vae.name})

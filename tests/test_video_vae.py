@@ -353,7 +353,7 @@ def test_a_decode_out_of_memory_starts_again_smaller(fresh_vae):
 def test_phases_and_progress_follow_the_chunks(vae):
     timeline = Timeline(None)
     seen = []
-    vae.decode(random_latent(5), plan=chunks_of(CHUNK), timeline=timeline, on_chunk=lambda *counts: seen.append(counts))
+    vae.decode(random_latent(5), plan=chunks_of(CHUNK), timeline=timeline, on_progress=lambda *counts: seen.append(counts))
     ends = [event for event in timeline.events if event["event"] == "end"]
     chunks = [event["attrs"] for event in ends if event["phase"] == PHASE]
     assert [chunk["chunk"] for chunk in chunks] == list(range(len(chunks))) and len(chunks) > 1

@@ -163,7 +163,7 @@ def test_frames_are_the_raw_pixels_and_a_clip_of_a_batch_is_decoded_as_if_alone(
     assert raw.shape == (2, 3, 9, 32, 32)
     assert torch.equal(raw[1:], vae.decode_raw(both[1:]))
     seen = []
-    frames = vae.decode(both, on_chunk=lambda *counts: seen.append(counts))
+    frames = vae.decode(both, on_progress=lambda *counts: seen.append(counts))
     assert torch.equal(frames, ((raw + 1) / 2).clamp(0, 1).permute(0, 2, 3, 4, 1).reshape(frames.shape))
     assert seen[-1] == (18, 18)
 

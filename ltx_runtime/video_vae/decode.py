@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,14 +17,14 @@ from torch import Tensor
 from ..checkpoint import CheckpointHeader, Progress, read_header, require_component
 from ..config import ConvVAEConfig, DiffusionVAEConfig
 from ..errors import NonFiniteError, ShapeError
-from ..memory import available_host_bytes, device_free_bytes
+from ..memory import DeviceMemoryError, available_host_bytes, device_free_bytes, in_words, is_out_of_memory
 from ..residency import ResidentModule
 from ..shapes import SPACE_FACTOR, TIME_FACTOR, VideoLatentShape
 from ..timing import Phase, Timeline
 from .decoders import decoding_of
 from .diffusion_grid import COMFYUI_NOISE, DecodeNoise
 from .host_frames import FrameTransfer, allocate_frames, frames_bytes, to_frames
-from .in_flight import PhasesInFlight
+from .in_flight import Pace, PhasesInFlight
 from .plan import PLANNED, AskedSizes, DecodePlan
 from .statistics import PerChannelStatistics, load_statistics
 
@@ -101,8 +102,9 @@ class VideoVAE(ResidentModule):
         sizes: AskedSizes = PLANNED,
         noise: DecodeNoise = COMFYUI_NOISE,
         timeline: Timeline | None = None,
+        free_bytes: int | None = None,
         check_cancelled: Callable[[], None] | None = None,
-        on_chunk: Callable[[int, int], None] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> Tensor:
         """Decode to frames on the host, in ComfyUI's IMAGE layout.
 
@@ -110,34 +112,37 @@ class VideoVAE(ResidentModule):
         plan: run exactly this plan; without one it is planned now, with the sizes that the user asked for, and planned
         smaller when the device runs out of memory all the same.
         noise: of the diffusion decoder; the conv decoder takes none.
-        check_cancelled: called before every chunk; whatever it raises ends the decode and leaves the VAE usable.
-        on_chunk(done, total): frames that have reached the host.
+        free_bytes: device memory that a plan may count on, None asks the device.
+        check_cancelled: called before every chunk and, where one takes long, every hundredth of the work; whatever it
+        raises ends the decode within two such pieces and leaves the VAE usable.
+        on_progress(done, total): frames on the host, or as many as the work done amounts to. It goes back when memory
+        runs out and a smaller plan begins.
         While a chunk is copied to the host, the device computes the next one.
-        Raises ShapeError and RequestError (host memory, noise) before any work, CheckpointError, and NonFiniteError
-        naming the chunk. Source: video_vae.md sections 3, 5, 6, 7.
+        Raises ShapeError and RequestError (host memory, noise) before any work, CheckpointError, NonFiniteError naming
+        the chunk, and DeviceMemoryError. Source: video_vae.md sections 3, 5, 6, 7.
         """
         shape = self._check_shape(latent.shape)
         total = shape.batch * shape.num_frames
         size = (shape.height * SPACE_FACTOR, shape.width * SPACE_FACTOR)
         host = allocate_frames(total, *size, available_host_bytes())
         timeline = timeline or Timeline(None, device=self.device)
+        progress = _Progress(total, on_progress)
 
         def run(latent: Tensor, plan: DecodePlan) -> Tensor:
             in_flight = PhasesInFlight(timeline, PHASE)
-            transfer = FrameTransfer(host, self.device)
+            progress.restart()
 
             def deliver(chunk: _Chunk, frames: Tensor, ready: torch.cuda.Event | None) -> None:
                 in_flight.end(chunk.phase)
                 bytes_moved = frames.numel() * frames.element_size()
                 with transfer.on_its_stream(), timeline.phase("transfer.to_host", chunk=chunk.index, bytes=bytes_moved):
                     transfer.write(frames, chunk.row, ready)
-                if on_chunk is not None:
-                    on_chunk(chunk.row + frames.shape[0], total)
+                progress.frames(chunk.row + frames.shape[0])
 
             ranges = []
             behind = None
             with in_flight:
-                for chunk in self._chunks(latent, plan, noise, in_flight, check_cancelled):
+                for chunk in self._chunks(latent, plan, noise, in_flight, check_cancelled, progress.share):
                     ranges.append(chunk.value_range())
                     frames = to_frames(chunk.pixels)
                     chunk.pixels = None  # room for the next chunk
@@ -150,7 +155,8 @@ class VideoVAE(ResidentModule):
             _check_finite(ranges)
             return host
 
-        return self._with_plan(latent, plan, sizes, noise, timeline, run)
+        with FrameTransfer(host, self.device) as transfer:
+            return self._with_plan(latent, plan, sizes, noise, free_bytes, timeline, run)
 
     def decode_raw(
         self,
@@ -177,7 +183,7 @@ class VideoVAE(ResidentModule):
             _check_finite(ranges)
             return torch.cat([torch.cat(pieces, dim=2) for pieces in clips])
 
-        return self._with_plan(latent, plan, sizes, noise, timeline, run)
+        return self._with_plan(latent, plan, sizes, noise, None, timeline, run)
 
     def _with_plan(
         self,
@@ -185,6 +191,7 @@ class VideoVAE(ResidentModule):
         plan: DecodePlan | None,
         sizes: AskedSizes,
         noise: DecodeNoise,
+        free_bytes: int | None,
         timeline: Timeline,
         run: Callable[[Tensor, DecodePlan], Result],
     ) -> Result:
@@ -200,7 +207,7 @@ class VideoVAE(ResidentModule):
                     PHASE, f"{bad} of {count} values of the latent are NaN or Inf, so what made the latent failed."
                 )
             may_shrink = plan is None
-            plan = plan or self.plan(latent.shape, sizes=sizes)
+            plan = plan or self.plan(latent.shape, free_bytes, sizes=sizes)
             backend = self._decoding.backend(self.device, self.module.dtype)
             if backend:
                 timeline.note(PHASE, backend)
@@ -208,12 +215,28 @@ class VideoVAE(ResidentModule):
                 timeline.note(PHASE, plan.reason, chunk_latent_frames=plan.chunk_frames, peak_bytes=plan.peak_bytes)
                 try:
                     return run(latent, plan)
-                except torch.OutOfMemoryError:
-                    smaller = self._decoding.smaller(latent.shape, plan, item_bytes=self._item_bytes)
-                    if not may_shrink or smaller is None:
+                except RuntimeError as error:
+                    if not is_out_of_memory(error):
                         raise
-                    plan = smaller
-                # The next attempt starts outside the except clause: the exception keeps the failed run's memory.
+                    failure = error.with_traceback(None)  # whose frames keep the failed run's memory
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()  # cuDNN, cuBLAS and Triton take theirs from the device itself
+                smaller = None
+                if may_shrink:
+                    smaller = self._decoding.smaller(latent.shape, plan, item_bytes=self._item_bytes)
+                if smaller is None:
+                    raise DeviceMemoryError(self._out_of_memory(plan, failure, may_shrink)) from failure
+                plan = smaller
+
+    def _out_of_memory(self, plan: DecodePlan, failure: RuntimeError, planned: bool) -> str:
+        free = device_free_bytes(self.device)
+        has = "" if free is None else f"; {in_words(free)} are free beside the {in_words(self.weights_bytes)} of weights"
+        if planned:
+            remedy = "Nothing smaller is planned. Decode a smaller picture or fewer frames, or free device memory."
+        else:
+            remedy = "This plan was asked for; without it smaller ones are tried."
+        reason = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
+        return f"{PHASE}: out of device memory with {plan.reason}{has}. {remedy} The device said: {reason}"
 
     def _chunks(
         self,
@@ -222,16 +245,20 @@ class VideoVAE(ResidentModule):
         noise: DecodeNoise,
         in_flight: PhasesInFlight,
         check_cancelled: Callable[[], None] | None,
+        on_share: Callable[[float], None] = lambda share: None,
     ) -> Iterator[_Chunk]:
-        """Issue chunk after chunk, clip by clip. No host sync; a chunk's phase is open when it comes out."""
+        """Issue chunk after chunk, clip by clip; a chunk's phase is open when it comes out. The host waits for the
+        device only inside a chunk that takes long, see Pace. on_share: share of all work that is done."""
         clip_frames = (latent.shape[2] - 1) * TIME_FACTOR + 1
+        clips = latent.shape[0]
+        pace = Pace(self.device, check_cancelled or _no_check, on_share)
         index = 0
-        for item in range(latent.shape[0]):
-            pieces = self._decoding.pieces(self.module, latent, item, plan, noise, check_cancelled or _no_check)
+        for item in range(clips):
+            issued = partial(pace.issued, item, clips)
+            pieces = self._decoding.pieces(self.module, latent, item, plan, noise, issued)
             frame = 0
             while frame < clip_frames:
-                if check_cancelled is not None:
-                    check_cancelled()
+                pace.check_cancelled()
                 phase = in_flight.begin(chunk=index, item=item, frame=frame)
                 chunk = _Chunk(index, item, frame, item * clip_frames + frame, next(pieces), phase)
                 count = phase.attrs["frames"] = chunk.pixels.shape[2]
@@ -270,6 +297,32 @@ class VideoVAE(ResidentModule):
 
 def _no_check() -> None:
     return None
+
+
+class _Progress:
+    """Frames done, of all: those on the host, or more where a decoder tells of work before its frames come out."""
+
+    def __init__(self, total: int, report: Callable[[int, int], None] | None) -> None:
+        self._total = total
+        self._report = report
+        self._done = 0
+
+    def restart(self) -> None:
+        if self._done:
+            self._done = 0
+            self._tell()
+
+    def share(self, done: float) -> None:
+        self.frames(int(done * self._total))
+
+    def frames(self, done: int) -> None:
+        if done > self._done:
+            self._done = done
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._report is not None:
+            self._report(self._done, self._total)
 
 
 @dataclass

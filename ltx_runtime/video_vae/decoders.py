@@ -4,6 +4,7 @@ Source: video_vae.md section 1 (which file holds which).
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -63,10 +64,11 @@ class Decoding(Protocol):
         item: int,
         plan: DecodePlan,
         noise: DecodeNoise,
-        before_tile: Callable[[], None],
+        on_share: Callable[[float], None],
     ) -> Iterator[Tensor]:
         """Pixels (1, 3, n, 32H, 32W) of clip `item` of latents (B, C, F, H, W), in the activation dtype, unclamped, in
-        order: 8(F-1)+1 frames. No host sync."""
+        order: 8(F-1)+1 frames. No host sync but in on_share, which is called where a piece takes long to make, with the
+        share of the clip's work that is issued; what it raises ends the decode."""
 
 
 class ConvDecoding:
@@ -124,18 +126,24 @@ class ConvDecoding:
         item: int,
         plan: DecodePlan,
         noise: DecodeNoise,
-        before_tile: Callable[[], None],
+        on_share: Callable[[float], None],
     ) -> Iterator[Tensor]:
         clip = latent[item : item + 1]
         if plan.tiling is None:
             yield from module.decode(clip, plan.chunk_frames)
             return
 
-        def decode_tile(time: Span, row: Span, column: Span) -> Iterator[Tensor]:
-            before_tile()
-            return module.decode(clip[:, :, time.cells, row.cells, column.cells], plan.chunk_frames)
+        spans = latent_spans(clip.shape[2:], plan.tiling)
+        count = math.prod(len(axis) for axis in spans)
+        issued = 0
 
-        for piece in blend(*latent_spans(clip.shape[2:], plan.tiling), decode_tile, clip.device):
+        def decode_tile(time: Span, row: Span, column: Span) -> Iterator[Tensor]:
+            nonlocal issued
+            yield from module.decode(clip[:, :, time.cells, row.cells, column.cells], plan.chunk_frames)
+            issued += 1
+            on_share(issued / count)
+
+        for piece in blend(*spans, decode_tile, clip.device):
             yield piece.to(module.dtype)
 
 
@@ -184,7 +192,7 @@ class DiffusionDecoding:
         item: int,
         plan: DecodePlan,
         noise: DecodeNoise,
-        before_tile: Callable[[], None],
+        on_share: Callable[[float], None],
     ) -> Iterator[Tensor]:
         grid = DecodeGrid.of(self.config, latent.shape[2:])
         if self.config.num_steps > 1:
@@ -196,7 +204,7 @@ class DiffusionDecoding:
             drawn,
             tiling=plan.tiling,
             head_groups=plan.head_groups,
-            before_tile=before_tile,
+            on_share=on_share,
         )
 
 

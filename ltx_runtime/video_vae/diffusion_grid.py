@@ -56,6 +56,7 @@ class DecodeGrid:
     """One clip on its way through the decoder.
 
     padding: of a latent, for F.pad in replicate mode: edges up to the smallest latent, and ghost frames behind.
+    stages: tokens along (time, height, width) of stages 1 to 3, ghost frames included.
     cells, ghost_cells: stage 4 without the ghost frames, and how many of its frames they add.
     frames, height, width: of what stage 5 makes. content_frames, content: what of it the latent stands for, the frames
     from the first on and (rows, columns).
@@ -63,6 +64,7 @@ class DecodeGrid:
     """
 
     padding: tuple[int, ...]
+    stages: tuple[Sizes, ...]
     cells: Sizes
     ghost_cells: int
     frames: int
@@ -83,12 +85,17 @@ class DecodeGrid:
         frames, height, width = (size + more for size, more in zip(latent, need))
         frame_cells, pixel_cells = config.upsamples[-1][0][0], config.upsamples[-1][0][1] * config.patch_size
         cells_a_frame = TIME_FACTOR // frame_cells
+        stages = [(frames + ghost, height, width)]
+        for stride, _ in config.upsamples[:-2]:
+            time, *space = (cells * factor for cells, factor in zip(stages[-1], stride))
+            stages.append((time - stride[0] + 1, *space))
         made = TIME_FACTOR * (frames + ghost - 1) + 1
         rows, columns = (
             slice(SPACE_FACTOR * start, SPACE_FACTOR * (start + size)) for start, size in zip(before, latent[1:])
         )
         return cls(
             padding=(before[1], need[2] - before[1], before[0], need[1] - before[0], 0, need[0] + ghost),
+            stages=tuple(stages),
             cells=(
                 cells_a_frame * (frames - 1) + 1,
                 height * SPACE_FACTOR // pixel_cells,
@@ -109,6 +116,10 @@ class DecodeGrid:
         """What a latent stands for, of pixels (1, 3, n, height, width) from this frame on; perhaps no frame at all."""
         rows, columns = self.content
         return pixels[:, :, : max(0, self.content_frames - frame), rows, columns]
+
+    def ghosts_of(self, time: Span) -> int:
+        """Ghost cells behind a tile: only those at the end of the clip have them."""
+        return self.ghost_cells if time.stop == self.cells[0] else 0
 
     def tiles(self, tiling: Tiling) -> list[list[Tile]]:
         """Of each axis, in cells."""

@@ -8,7 +8,7 @@ Source: video_vae.md sections 6.2-6.7.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -262,8 +262,28 @@ def enlarge(x: Tensor, projection: nn.Linear, stride: Sizes, dropped: int) -> Te
     return grown.flatten(4, 5).flatten(2, 3).flatten(0, 1)[None, dropped:]
 
 
-def run_blocks(x: Tensor, blocks: Sequence[BlockWeights], kernel_size: Sizes, work: Workspace) -> None:
-    """The blocks of a stage, one after the other, on x in place."""
+def run_blocks(
+    x: Tensor,
+    blocks: Sequence[BlockWeights],
+    kernel_size: Sizes,
+    work: Workspace,
+    on_work: Callable[[float], None],
+) -> None:
+    """The blocks of a stage, one after the other, on x in place. on_work: called after each half of a block with its
+    multiply-adds."""
+    tokens, channels = x.shape[1:4].numel(), x.shape[4]
     for weights in blocks:
         attend_(x, weights, kernel_size, work)
+        on_work(attention_work(tokens, channels, kernel_size))
         feed_forward_(x, weights, work)
+        on_work(feed_forward_work(tokens, channels))
+
+
+def attention_work(tokens: int, channels: int, kernel_size: Sizes) -> float:
+    """Multiply-adds of attend_: queries, keys, values and the projection behind, then scores and their sums."""
+    return tokens * channels * (4.0 * channels + 2.0 * kernel_size[0] * kernel_size[1] * kernel_size[2])
+
+
+def feed_forward_work(tokens: int, channels: int) -> float:
+    """Multiply-adds of feed_forward_."""
+    return tokens * channels * 3.0 * MLP_GROWTH * channels

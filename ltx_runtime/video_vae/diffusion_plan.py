@@ -111,16 +111,12 @@ class _Clip:
 
     def _trunk_bytes(self) -> int:
         """The largest of the first three stages and of the steps between them."""
-        sizes = [self.grid.cells[axis] for axis in range(3)]
-        sizes[0] += self.grid.ghost_cells
         peak = 0
-        for stage in reversed(range(len(self.config.upsamples) - 1)):
-            stride = self.config.upsamples[stage][0]
-            after = sizes[0] * sizes[1] * sizes[2] * self.config.stage_channels[stage + 1]
-            sizes = [(sizes[0] + stride[0] - 1) // stride[0], sizes[1] // stride[1], sizes[2] // stride[2]]
-            tokens = sizes[0] * sizes[1] * sizes[2]
-            before = tokens * self.config.stage_channels[stage]
-            peak = max(peak, self._stage_bytes(tokens, stage, 1), (before + 2 * after) * self.item_bytes)
+        for stage, sizes in enumerate(self.grid.stages):
+            tokens, channels = math.prod(sizes), self.config.stage_channels
+            after = tokens * math.prod(self.config.upsamples[stage][0]) * channels[stage + 1]
+            beside = (tokens * channels[stage] + 2 * after) * self.item_bytes
+            peak = max(peak, self._stage_bytes(tokens, stage, 1), beside)
         return peak
 
     def _stage_bytes(self, tokens: int, stage: int, head_groups: int) -> int:

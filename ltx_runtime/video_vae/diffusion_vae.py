@@ -9,8 +9,8 @@ Source: video_vae.md section 6.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise, product
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +27,16 @@ from .diffusion_layers import (
     NeighbourhoodBlock,
     Workspace,
     add_context_,
-    attend_,
+    attention_work,
     enlarge,
-    feed_forward_,
+    feed_forward_work,
     run_blocks,
 )
 from .pointwise import EPS
 from .statistics import PerChannelStatistics
 from .tiling import Span, Tiling, blend
+
+OnWork = Callable[[float], None]
 
 TIME_FREQUENCIES = 128
 # Frames that leave the decoder at once; the last layers are cheap, and their output as float32 is not small.
@@ -119,30 +121,36 @@ class DiffusionDecoder(nn.Module):
             self._folded[key] = tuple(block.weights(modulation, upsample, head_groups) for block in self.diff_blocks)
         return self._folded[key]
 
-    def trunk(self, latent: Tensor) -> Tensor:
-        """Denormalised latents (1, T, H, W, C) in the weights' dtype, with ghost frames, to the input of stage 4."""
+    def trunk(self, latent: Tensor, on_work: OnWork) -> Tensor:
+        """Denormalised latents (1, T, H, W, C) in the weights' dtype, with ghost frames, to the input of stage 4.
+
+        on_work: called after each half of a block with the multiply-adds that are issued since the last call.
+        """
         x = self.conv_in(latent)
         for stage in range(len(self.det_stages) - 1):
-            self.run_stage(stage, x)
+            self.run_stage(stage, x, on_work)
             stride = self.config.upsamples[stage][0]
             x = enlarge(x, self.upsamples[stage].proj, stride, dropped=stride[0] - 1)
         return x
 
-    def run_stage(self, stage: int, x: Tensor) -> None:
+    def run_stage(self, stage: int, x: Tensor, on_work: OnWork) -> None:
         """The blocks of det_stages[stage] on x, in place."""
         work = Workspace(tuple(x.shape[1:4]), x.shape[4], self.config.head_dim, 1, x)
         blocks = [block.weights() for block in self.det_stages[stage]]
-        run_blocks(x, blocks, self.config.stage_kernels[stage], work)
+        run_blocks(x, blocks, self.config.stage_kernels[stage], work, on_work)
 
-    def render(self, features: Tensor, noise: Tensor, *, starts: bool, head_groups: int) -> Iterator[Tensor]:
+    def render(
+        self, features: Tensor, noise: Tensor, *, starts: bool, head_groups: int, on_work: OnWork
+    ) -> Iterator[Tensor]:
         """Stages 4 and 5, and the denoising loop.
 
         features: (1, t, h, w, C4), a tile of the trunk's result; changed in place.
         noise: (1, 3, F, Hpx, Wpx) in the weights' dtype. Frames of the t cells beyond F are not made.
         starts: the tile holds the clip's first cell, which has one frame less. head_groups: see Workspace.
+        on_work: see trunk.
         Yields pixels (1, 3, n, Hpx, Wpx), unclamped, frame after frame.
         """
-        self.run_stage(len(self.det_stages) - 1, features)
+        self.run_stage(len(self.det_stages) - 1, features, on_work)
         patch = self.config.patch_size
         grid = (noise.shape[2], noise.shape[3] // patch, noise.shape[4] // patch)
         work = Workspace(grid, self.config.stage_channels[-1], self.config.head_dim, head_groups, features)
@@ -151,7 +159,9 @@ class DiffusionDecoder(nn.Module):
         x_t = noise
         for time, following in pairwise(times):
             x = self.embed_noise(x_t)
-            self.run_diffusion_blocks(x, features, time, starts=starts, head_groups=head_groups, work=work)
+            self.run_diffusion_blocks(
+                x, features, time, starts=starts, head_groups=head_groups, work=work, on_work=on_work
+            )
             prediction = self.to_pixels(x)
             if not following and self.config.prediction == "x0":
                 yield from prediction  # the step would lead exactly there
@@ -178,14 +188,21 @@ class DiffusionDecoder(nn.Module):
         return x
 
     def run_diffusion_blocks(
-        self, x: Tensor, context: Tensor, time: float, *, starts: bool, head_groups: int, work: Workspace
+        self,
+        x: Tensor,
+        context: Tensor,
+        time: float,
+        *,
+        starts: bool,
+        head_groups: int,
+        work: Workspace,
+        on_work: OnWork,
     ) -> None:
         """On the tokens of stage 5 in place. context: the result of stage 4. time: 1 for noise, falling to 0."""
         stride = self.config.upsamples[-1][0]
         for weights in self.block_weights(time, head_groups):
             add_context_(x, context, weights.context, stride, dropped=stride[0] - 1 if starts else 0)
-            attend_(x, weights, self.config.stage_kernels[-1], work)
-            feed_forward_(x, weights, work)
+            run_blocks(x, [weights], self.config.stage_kernels[-1], work, on_work)
 
     def to_pixels(self, x: Tensor) -> Iterator[Tensor]:
         """Tokens (1, F, h, w, C) to pixels (1, 3, n, Hpx, Wpx), frame after frame."""
@@ -214,36 +231,65 @@ class DiffusionVideoVAE(nn.Module):
         *,
         tiling: Tiling | None = None,
         head_groups: int = 1,
-        before_tile: Callable[[], None] = lambda: None,
+        on_share: Callable[[float], None] = lambda share: None,
     ) -> Iterator[Tensor]:
         """Normalised latents (1, C, F, H, W) on the weights' device to pixels (1, 3, n, 32H, 32W), unclamped, in the
         weights' dtype: 8(F-1)+1 frames, piece after piece.
 
-        tiling: in cells of stage 4, None = the clip as a whole. head_groups: see Workspace. before_tile: called before
-        each tile; what it raises ends the decode.
+        tiling: in cells of stage 4, None = the clip as a whole. head_groups: see Workspace. on_share: called whenever
+        more work is issued, with the share of all of it; what it raises ends the decode.
         """
         decoder, grid = self.decoder, DecodeGrid.of(self.decoder.config, latent.shape[2:])
+        spans = grid.spans(tiling or Tiling((0, 0, 0), (0, 0, 0)))
+        on_work = _in_shares(_clip_work(decoder.config, grid, spans), on_share)
         x = self.per_channel_statistics.denormalize(F.pad(latent.float(), grid.padding, mode="replicate"))
-        features = decoder.trunk(x.to(self.dtype).movedim(1, -1).contiguous())
+        features = decoder.trunk(x.to(self.dtype).movedim(1, -1).contiguous(), on_work)
         if tiling is None:
-            before_tile()
             whole = noise.part(slice(0, grid.frames), slice(0, grid.height), slice(0, grid.width))
-            pieces = decoder.render(features, whole, starts=True, head_groups=head_groups)
+            pieces = decoder.render(features, whole, starts=True, head_groups=head_groups, on_work=on_work)
         else:
 
             def decode_tile(time: Span, row: Span, column: Span) -> Iterator[Tensor]:
-                before_tile()
-                ends = time.stop == grid.cells[0]
-                cells = slice(time.start, time.stop + (grid.ghost_cells if ends else 0))
+                cells = slice(time.start, time.stop + grid.ghosts_of(time))
                 # Cloned: stage 4 works in place, and neighbours take the same cells again.
                 part = features[:, cells, row.cells, column.cells].clone(memory_format=torch.contiguous_format)
                 drawn = noise.part(time.positions, row.positions, column.positions)
-                return decoder.render(part, drawn, starts=time.start == 0, head_groups=head_groups)
+                return decoder.render(
+                    part, drawn, starts=time.start == 0, head_groups=head_groups, on_work=on_work
+                )
 
-            pieces = blend(*grid.spans(tiling), decode_tile, latent.device)
+            pieces = blend(*spans, decode_tile, latent.device)
         frame = 0
         for piece in pieces:
             content = grid.cropped(piece, frame)
             frame += piece.shape[2]
             if content.shape[2]:
                 yield content.to(self.dtype)
+
+
+def _in_shares(total: float, on_share: Callable[[float], None]) -> OnWork:
+    done = 0.0
+
+    def on_work(work: float) -> None:
+        nonlocal done
+        done += work
+        on_share(min(1.0, done / total))
+
+    return on_work
+
+
+def _clip_work(config: DiffusionVAEConfig, grid: DecodeGrid, spans: Sequence[Sequence[Span]]) -> float:
+    """Multiply-adds of all blocks of a decode in these tiles."""
+    depths, last = config.stage_depths, len(config.stage_channels) - 1
+
+    def blocks(stage: int, tokens: int) -> float:
+        channels, kernel = config.stage_channels[stage], config.stage_kernels[stage]
+        return depths[stage] * (attention_work(tokens, channels, kernel) + feed_forward_work(tokens, channels))
+
+    work = sum(blocks(stage, math.prod(sizes)) for stage, sizes in enumerate(grid.stages))
+    for time, row, column in product(*spans):
+        cells = (row.stop - row.start) * (column.stop - column.start)
+        work += blocks(last - 1, (time.stop - time.start + grid.ghosts_of(time)) * cells)
+        pixels = math.prod(span.last - span.first for span in (time, row, column))
+        work += config.num_steps * blocks(last, pixels // config.patch_size**2)
+    return work

@@ -4,6 +4,11 @@ Source: video_vae.md section 7.
 """
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -13,16 +18,27 @@ from ..errors import RequestError
 from ..memory import in_words
 
 # Pinning costs about 0.75 s a GB (h200_baseline.md section 4) and an IMAGE may live long in the host's cache, so the
-# frames go through two small pinned buffers and never pin the result itself.
-_STAGING_BYTES = 32 << 20
+# frames go through a few small pinned buffers, which PyTorch keeps for the next decode, and never pin the result itself.
+_STAGED_BYTES = 8 << 20
+_STAGED = 8
+# One core copies at 4 to 8 GB/s and makes new pages at 2 to 4; six are enough for what the bus brings (55 GB/s at best).
+_MOST_THREADS = 6
+# What a thread makes pages of at once, so that it neither outlives a decode by much nor holds up a copy.
+_PAGES_BYTES = 16 << 20
 _BYTES_PER_PIXEL = 3 * torch.float32.itemsize
 
 
 def to_frames(pixels: Tensor) -> Tensor:
     """Unclamped pixels (1, 3, F, H, W), nominally in [-1, 1] -> frames (F, H, W, 3) float32 in [0, 1], contiguous,
-    computed in float32 on the device that holds them."""
-    frames = pixels[0].permute(1, 2, 3, 0).to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    return frames.add_(1).mul_(0.5).clamp_(0, 1)
+    computed in float32 on the device that holds them: clamp((pixels + 1) / 2, 0, 1), bit for bit.
+
+    Halves are exact, so 0.5 + pixels / 2 rounds as (pixels + 1) / 2 does; and it never falls, so that the clamp may
+    come first, where it moves fewer bytes.
+    """
+    _, channels, frames, height, width = pixels.shape
+    out = torch.empty(frames, height, width, channels, device=pixels.device)
+    half = torch.full((1,), 0.5, device=pixels.device)
+    return torch.add(half, pixels[0].permute(1, 2, 3, 0).clamp(-1, 1), alpha=0.5, out=out)
 
 
 def frames_bytes(count: int, height: int, width: int) -> int:
@@ -41,23 +57,55 @@ def allocate_frames(count: int, height: int, width: int, available_bytes: int | 
     if available_bytes is not None and num_bytes > available_bytes:
         raise RequestError(f"{wanted}; {in_words(available_bytes)} are available. {remedy}")
     try:
-        return torch.empty(count, height, width, 3, dtype=torch.float32)
+        frames = torch.empty(count, height, width, 3, dtype=torch.float32)
     except RuntimeError as error:
         raise RequestError(f"{wanted}, which the system refused. {remedy}") from error
+    _hint_huge_pages(frames)
+    return frames
+
+
+def _hint_huge_pages(memory: Tensor) -> None:
+    """Pages of 2 MB cost a third of as many small ones, and nothing to give back. A system may not listen."""
+    start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    num_bytes = memory.data_ptr() + memory.nbytes - start
+    if sys.platform == "linux" and num_bytes >= _PAGES_BYTES:
+        madvise = ctypes.CDLL(None).madvise
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes // mmap.PAGESIZE * mmap.PAGESIZE), mmap.MADV_HUGEPAGE)
 
 
 class FrameTransfer:
-    """Copies device frames into a host tensor, on a stream of its own so that the device computes on meanwhile."""
+    """Copies device frames into a host tensor while the device computes on: on a stream of its own, through pinned
+    buffers, out of which several threads copy.
+
+    New host memory has no pages yet, and making them takes longer than the copy. So other threads begin with that at
+    once, front to back, and a copy takes over what they have not come to. A context manager, which ends its threads.
+    """
 
     def __init__(self, host: Tensor, device: torch.device) -> None:
-        """host: (N, H, W, 3) float32."""
-        self._host = host
+        """host: (N, H, W, 3) float32, contiguous, its contents without a meaning yet."""
+        self._host = host.view(-1)
+        self._rows = host
         self._cuda = device.type == "cuda"
+        if not self._cuda:
+            return
+        self._stream = torch.cuda.Stream(device)
+        self._staging: Tensor | None = None
+        self._copies: list[Future | None] = [None] * _STAGED
+        self._turn = 0
+        threads = _threads()
+        self._copiers, self._page_makers = (
+            ThreadPoolExecutor(threads, f"ltxgraph-{name}") for name in ("copy", "pages")
+        )
+        parts = self._host.view(torch.uint8).split(_PAGES_BYTES)
+        self._pages = [self._page_makers.submit(_make_pages, part) for part in parts]
+
+    def __enter__(self) -> FrameTransfer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self._cuda:
-            self._stream = torch.cuda.Stream(device)
-            count = max(1, _STAGING_BYTES // (host[0].numel() * host.element_size()))
-            shape = (min(count, host.shape[0]), *host.shape[1:])
-            self._staging = [torch.empty(shape, dtype=torch.float32, pin_memory=True) for _ in range(2)]
+            for threads in (self._page_makers, self._copiers):
+                threads.shutdown(cancel_futures=True)
 
     def on_its_stream(self) -> AbstractContextManager[object]:
         """Makes its stream the current one, so that what is timed around `write` does not wait for the next chunk."""
@@ -67,29 +115,52 @@ class FrameTransfer:
         """An event after the work issued so far on the current stream, for `write`."""
         if not self._cuda:
             return None
+        if self._staging is None:  # here, because the device has work meanwhile
+            self._staging = torch.empty(_STAGED, _STAGED_BYTES // 4, dtype=torch.float32, pin_memory=True)
         return torch.cuda.current_stream(self._stream.device).record_event()
 
     def write(self, frames: Tensor, start: int, ready: torch.cuda.Event | None) -> None:
         """Put frames (n, H, W, 3), computed when ready has passed, at host[start : start + n]; returns when they are
-        there."""
-        target = self._host[start : start + frames.shape[0]]
+        there. What a thread raises is raised here."""
+        target = self._rows[start : start + frames.shape[0]]
         if not self._cuda:
             target.copy_(frames)
             return
         self._stream.wait_event(ready)
-        pieces = frames.split(self._staging[0].shape[0])
-        targets = target.split(self._staging[0].shape[0])
-        arriving: list[tuple[torch.cuda.Event, Tensor, Tensor]] = []
-        for index, (piece, place) in enumerate(zip(pieces, targets)):
-            staged = self._staging[index % 2][: piece.shape[0]]
+        values = self._staging.shape[1]
+        for piece, place in zip(frames.view(-1).split(values), target.view(-1).split(values)):
+            turn, self._turn = self._turn, (self._turn + 1) % _STAGED
+            self._finish(turn)
+            staged = self._staging[turn, : piece.numel()]
             with torch.cuda.stream(self._stream):
                 staged.copy_(piece, non_blocking=True)
-                arriving.append((self._stream.record_event(), staged, place))
-            if index:
-                self._finish(*arriving.pop(0))
-        self._finish(*arriving.pop())
+                arrived = self._stream.record_event()
+            self._copies[turn] = self._copiers.submit(self._copy_out, arrived, staged, place)
+        for turn in range(_STAGED):
+            self._finish(turn)
 
-    @staticmethod
-    def _finish(arrived: torch.cuda.Event, staged: Tensor, place: Tensor) -> None:
+    def _finish(self, turn: int) -> None:
+        copy, self._copies[turn] = self._copies[turn], None
+        if copy is not None:
+            copy.result()
+
+    def _copy_out(self, arrived: torch.cuda.Event, staged: Tensor, place: Tensor) -> None:
+        """In a thread. ctypes holds no lock of Python's and starts no threads of its own, as a tensor's copy does."""
         arrived.synchronize()
-        place.copy_(staged)
+        first = place.data_ptr() - self._host.data_ptr()
+        for pages in self._pages[first // _PAGES_BYTES : (first + place.nbytes - 1) // _PAGES_BYTES + 1]:
+            if not pages.cancel():
+                pages.result()
+        ctypes.memmove(place.data_ptr(), staged.data_ptr(), place.nbytes)
+
+
+def _threads() -> int:
+    """One core is left to the thread that issues the device's work."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(_MOST_THREADS, cores - 1))
+
+
+def _make_pages(memory: Tensor) -> None:
+    """Write into every page of new memory (bytes), which has the system make it."""
+    with torch.inference_mode():  # of a thread's own; without it a tensor that was made in one refuses
+        memory[:: mmap.PAGESIZE].fill_(0)
