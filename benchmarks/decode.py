@@ -1,91 +1,198 @@
-"""The conv video decode: whole and streamed, to frames on the host and raw on the device; GPU time, memory against the
-plan.
+"""Decodes, conv, diffusion and sound: to frames on the host against the work on the device, memory against the plan,
+tiles against the whole.
 
-    python3 dev.py bench decode [S0 S1 S2] [--chunks 0 8 4 2] [--repeats 5] [--json FILE] [--tiny]
+    python3 dev.py bench decode [S0 S1 S2] [--decoder conv diffusion audio] [--chunks 0 4 1] [--repeats 5] [--json FILE]
+        [--no-profile] [--tiny]
 
-A chunk is a number of latent frames, 0 the whole clip. GPU time comes from CUPTI at the very end. Differences are of
-the streamed frames to those of the whole clip.
+Everything runs eager. A chunk is a number of latent frames, 0 the whole clip; the diffusion decoder has no chunks. Tiles
+are those of ComfyUI's template for LTX-2.5: 512 pixels that share 64, 64 frames that share 16; where a decoder needs
+more overlap it takes it and says so. All tiles take their noise from one canvas, so differences show seams. Sound is
+5 seconds. GPU time comes from CUPTI at the very end.
 """
 
 from __future__ import annotations
 
+import atexit
+import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from _models import Models, finish, markdown, open_models, parser_of, plan_of_chunk, size_name, spread
-from full_size import FRAMES, SIZES
-from ltx_runtime.gpu_activity import measure_gpu_busy
-from ltx_runtime.shapes import VideoLatentShape
-from ltx_runtime.video_vae import DecodePlan
+from _models import finish, markdown, parser_of, plan_of_chunk, size_name, spread
+from full_size import FRAME_RATE, FRAMES, SIZES, RandomAudioVAE, RandomDiffusionVAE, RandomVideoVAE
 
+from ltx_runtime.audio_vae import AudioVAE, load_audio_vae
+from ltx_runtime.gpu_activity import measure_gpu_busy
+from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape, audio_latent_frames
+from ltx_runtime.tiny import write_tiny_checkpoints
+from ltx_runtime.video_vae import AskedSizes, DecodePlan, VideoVAE, load_video_vae
+
+DECODERS = ("conv", "diffusion", "audio")
 TINY = {"S0": (64, 64, 17), "S1": (96, 64, 17), "S2": (128, 64, 17)}
+TEMPLATE = AskedSizes(tile_size=512, overlap=64, temporal_size=64, temporal_overlap=16)
+TINY_TILES = AskedSizes(tile_size=64, overlap=32)
+SECONDS = 5
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("sizes", nargs="*", choices=list(SIZES), help="default: all")
-    parser.add_argument("--chunks", type=int, nargs="+", default=[0, 8, 4, 2])
+    parser.add_argument("--decoder", nargs="+", choices=DECODERS, default=DECODERS)
+    parser.add_argument("--chunks", type=int, nargs="+", default=[0, 4, 1], help="of the conv decoder")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--no-profile", action="store_true", help="no CUPTI")
     arguments = parser.parse_args()
-    models = open_models(arguments.tiny)
-    models.transformer.evict()  # its place is not for the decoder's plan to reckon with
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    models = open_models(arguments.decoder, arguments.tiny, device)
     sizes = {name: TINY[name] if arguments.tiny else (*SIZES[name], FRAMES) for name in arguments.sizes or SIZES}
-    rows = []
-    for name, size in sizes.items():
-        rows += measure(models, name, size, arguments.chunks, arguments.repeats)
+    tiles = TINY_TILES if arguments.tiny else TEMPLATE
+    cases = [
+        case
+        for name, size in sizes.items()
+        for decoder in arguments.decoder
+        if decoder != "audio"
+        for case in cases_of(models[decoder], decoder, name, size, arguments.chunks, tiles)
+    ]
+    rows = measure_video(cases, arguments.repeats)
+    sound = [measure_sound(models["audio"], arguments.repeats)] if "audio" in arguments.decoder else []
     # CUPTI last of all: once used, every launch of the process is slower.
-    if models.device.type == "cuda":
-        for row in rows:
-            row |= profile(models, sizes[row["size"]], row["chunk_latent_frames"])
-    finish("decode", arguments, models.device, table(rows), rows)
+    if device.type == "cuda" and not arguments.no_profile:
+        for row, case in zip(rows, cases):
+            row |= profile(case.to_host, device)
+        for row in sound:
+            row |= profile(lambda: models["audio"].decode(sound_latent(models["audio"])), device)
+    finish("decode", arguments, device, table(rows) + "\n\n" + sound_table(sound), [*rows, *sound])
 
 
-def plan_of(models: Models, size, chunk: int) -> tuple[torch.Tensor, DecodePlan]:
-    """A latent of this size, and the plan of this chunk (0 = whole). A whole clip may be refused by its size."""
+def open_models(decoders: list[str], tiny: bool, device: torch.device) -> dict[str, VideoVAE | AudioVAE]:
+    """Resident. Full size needs CUDA."""
+    if not tiny:
+        if device.type != "cuda":
+            raise SystemExit("full-size models need CUDA; --tiny runs on the CPU.")
+        kinds = dict(zip(DECODERS, (RandomVideoVAE, RandomDiffusionVAE, RandomAudioVAE)))
+        models = {name: kinds[name](device) for name in decoders}
+        for model in models.values():
+            model.ensure_resident()
+        return models
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    files = write_tiny_checkpoints(Path(folder.name))
+    opened = {
+        "conv": (load_video_vae, "video_vae"),
+        "diffusion": (load_video_vae, "diffusion_video_vae"),
+        "audio": (load_audio_vae, "audio_vae"),
+    }
+    return {name: load(files[file], device=device) for name, (load, file) in opened.items() if name in decoders}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One plan at one size. how: "whole", "stream of N" latent frames, or "tiles"."""
+
+    vae: VideoVAE
+    decoder: str
+    name: str
+    size: tuple[int, int, int]
+    how: str
+    plan: DecodePlan
+
+    def latent(self) -> torch.Tensor:
+        shape = VideoLatentShape.from_pixels(*self.size).as_tuple()
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self.vae.device)
+
+    def to_host(self) -> torch.Tensor:
+        return self.vae.decode(self.latent(), plan=self.plan)
+
+
+def cases_of(vae: VideoVAE, decoder: str, name: str, size, chunks: list[int], tiles: AskedSizes) -> list[Case]:
     shape = VideoLatentShape.from_pixels(*size).as_tuple()
-    latent = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(models.device)
-    return latent, plan_of_chunk(models.vae, shape, chunk)
+    cases = [
+        Case(vae, decoder, name, size, f"stream of {chunk}" if chunk else "whole", plan_of_chunk(vae, shape, chunk))
+        for chunk in (chunks if decoder == "conv" else [0])
+    ]
+    tiled = vae.plan(shape, free_bytes=1 << 50, sizes=tiles)
+    return [*cases, Case(vae, decoder, name, size, "tiles", tiled)] if tiled.tiling else cases
 
 
-def measure(models: Models, name: str, size, chunks, repeats: int) -> list[dict]:
-    rows = []
-    whole = None
-    for chunk in chunks:
-        latent, plan = plan_of(models, size, chunk)
-        frames = models.vae.decode(latent, plan=plan)  # cold kernels
-        to_host = [timed(models, lambda: models.vae.decode(latent, plan=plan)) for _ in range(repeats)]
-        raw = [timed(models, lambda: models.vae.decode_raw(latent, plan=plan)) for _ in range(repeats)]
-        if chunk == 0:
+def measure_video(cases: list[Case], repeats: int) -> list[dict]:
+    rows, whole, wholes_of = [], None, None
+    for case in cases:
+        latent, plan, vae = case.latent(), case.plan, case.vae
+        if wholes_of != (case.decoder, case.name):
+            whole, wholes_of = None, (case.decoder, case.name)
+        frames = vae.decode(latent, plan=plan)  # cold kernels, cold pinned memory
+        if case.how == "whole":
             whole = frames
-        difference = None if whole is None else float((frames - whole).abs().max())
+        to_host = [timed(vae.device, vae.decode, latent, plan=plan) for _ in range(repeats)]
+        raw = [timed(vae.device, vae.decode_raw, latent, plan=plan) for _ in range(repeats)]
+        largest, mean, differing = differences(frames, whole, vae.device)
         rows.append(
             {
-                "size": name,
-                "pixels": size_name(size),
-                "chunk_latent_frames": chunk,
+                "size": case.name,
+                "pixels": size_name(case.size),
+                "decoder": case.decoder,
+                "how": case.how,
+                "chunk_latent_frames": plan.chunk_frames,
                 "ran_as": plan.reason,
                 "decode_ms": spread([wall for wall, _ in to_host]),
                 "decode_raw_ms": spread([wall for wall, _ in raw]),
                 "peak_bytes": to_host[-1][1],
                 "raw_peak_bytes": raw[-1][1],
                 "planned_peak_bytes": plan.peak_bytes,
-                "max_difference_to_whole": difference,
-                "differing_values": None if whole is None else int((frames != whole).sum()),
+                "max_difference_to_whole": largest,
+                "mean_difference_to_whole": mean,
+                "differing_values": differing,
             }
         )
         del frames
     return rows
 
 
-def timed(models: Models, fn) -> tuple[float, int | None]:
+def differences(
+    frames: torch.Tensor, whole: torch.Tensor | None, device: torch.device
+) -> tuple[float | None, float | None, int | None]:
+    """(largest, mean, how many values differ) of frames in [0, 1]."""
+    if whole is None:
+        return None, None, None
+    largest, total, differing = 0.0, 0.0, 0
+    for a, b in zip(frames.split(8), whole.split(8)):
+        gap = (a.to(device) - b.to(device)).abs()
+        largest = max(largest, float(gap.max()))
+        total += float(gap.sum(dtype=torch.float64))
+        differing += int(gap.count_nonzero())
+    return largest, total / frames.numel(), differing
+
+
+def sound_latent(vae: AudioVAE) -> torch.Tensor:
+    frames = audio_latent_frames(round(SECONDS * FRAME_RATE) + 1, FRAME_RATE)
+    shape = AudioLatentShape(1, 8, frames, 16).as_tuple()
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(vae.device)
+
+
+def measure_sound(vae: AudioVAE, repeats: int) -> dict:
+    latent = sound_latent(vae)
+    first = vae.decode(latent)
+    walls = [timed(vae.device, vae.decode, latent) for _ in range(repeats)]
+    return {
+        "size": f"{SECONDS} s of sound",
+        "decoder": "audio",
+        "decode_ms": spread([wall for wall, _ in walls]),
+        "peak_bytes": walls[-1][1],
+        "repeats_bit_for_bit": torch.equal(vae.decode(latent), first),
+    }
+
+
+def timed(device: torch.device, decode: Callable[..., torch.Tensor], latent: torch.Tensor, **given) -> tuple:
     """Wall ms, and the device memory that it took beyond what was there, None on the CPU."""
-    cuda = models.device.type == "cuda"
+    cuda = device.type == "cuda"
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     started = time.perf_counter()
-    result = fn()
+    result = decode(latent, **given)
     if cuda:
         torch.cuda.synchronize()
     wall_ms = (time.perf_counter() - started) * 1e3
@@ -93,9 +200,8 @@ def timed(models: Models, fn) -> tuple[float, int | None]:
     return wall_ms, torch.cuda.max_memory_allocated() - before if cuda else None
 
 
-def profile(models: Models, size, chunk: int) -> dict:
-    latent, plan = plan_of(models, size, chunk)
-    activity = measure_gpu_busy(lambda: models.vae.decode(latent, plan=plan), device=models.device)
+def profile(decode: Callable[[], torch.Tensor], device: torch.device) -> dict:
+    activity = measure_gpu_busy(decode, device=device)
     if activity.reason is not None:
         return {"gpu_ms": None, "gpu_reason": activity.reason}
     copies = [copy for copy in activity.memcpys if copy.kind == "DtoH"]
@@ -111,35 +217,51 @@ def profile(models: Models, size, chunk: int) -> dict:
 def table(rows: list[dict]) -> str:
     head = [
         "size",
-        "chunk",
-        "decode ms (min-max)",
-        "raw on the device ms",
-        "GPU ms",
-        "busy",
+        "decoder",
+        "how",
+        "to the host ms (min-max)",
+        "on the device ms",
+        "on top",
+        "kernels ms",
         "launches",
         "peak / planned GB",
-        "largest difference to the whole",
+        "difference to the whole: largest, mean",
     ]
     lines = []
     for row in rows:
         wall, raw, gpu = row["decode_ms"], row["decode_raw_ms"], row.get("gpu_ms")
         peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.2f}"
-        difference, count = row["max_difference_to_whole"], row["differing_values"]
+        largest, mean = row["max_difference_to_whole"], row["mean_difference_to_whole"]
         lines.append(
             [
                 f"{row['size']} {row['pixels']}",
-                str(row["chunk_latent_frames"] or "whole"),
+                row["decoder"],
+                row["how"],
                 f"{wall['median']:.1f} ({wall['min']:.1f}-{wall['max']:.1f})",
                 f"{raw['median']:.1f} ({raw['min']:.1f}-{raw['max']:.1f})",
+                f"{wall['median'] / raw['median'] - 1:.0%}",
                 "-" if gpu is None else f"{gpu:.1f}",
-                "-" if gpu is None else f"{gpu / raw['median']:.0%}",
                 str(row.get("launches", "-")),
                 f"{peak} / {row['planned_peak_bytes'] / 1e9:.2f}",
-                "-"
-                if difference is None
-                else "equal bit for bit"
-                if not count
-                else f"{difference:.2g} in {count:,} values",
+                "-" if largest is None else "none" if not row["differing_values"] else f"{largest:.2g}, {mean:.2g}",
+            ]
+        )
+    return markdown(head, lines)
+
+
+def sound_table(rows: list[dict]) -> str:
+    head = ["sound", "ms (min-max)", "kernels ms", "launches", "peak GB", "repeats bit for bit"]
+    lines = []
+    for row in rows:
+        wall, gpu = row["decode_ms"], row.get("gpu_ms")
+        lines.append(
+            [
+                row["size"],
+                f"{wall['median']:.1f} ({wall['min']:.1f}-{wall['max']:.1f})",
+                "-" if gpu is None else f"{gpu:.1f}",
+                str(row.get("launches", "-")),
+                "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.2f}",
+                str(row["repeats_bit_for_bit"]),
             ]
         )
     return markdown(head, lines)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ..ltx_runtime.errors import RequestError
 from ..ltx_runtime.video_vae import AskedSizes, DecodeNoise
+from ..ltx_runtime.video_vae.decode import PHASE
 from . import host, live
 from .latents import check_generations, read_latent
 from .load import VideoVAE
@@ -76,17 +77,20 @@ class LTXGraphVideoDecode(io.ComfyNode):
         # No other model is evicted for more than the picture asks for: what is exact and smaller will do.
         wanted = vae.exact_bytes(latent.shape, sizes=sizes)
         with host.stay(report, "LTXGraphVideoDecode", [video_vae]) as timeline:
+            before = len(timeline.events)
             host.make_resident([video_vae], timeline, wanted)
             frames = vae.decode(
                 latent,
                 sizes=sizes,
                 noise=DecodeNoise(seed=decoder_seed),
                 timeline=timeline,
+                free_bytes=host.free_bytes(vae.device),
                 check_cancelled=host.cancel_check(),
                 on_progress=host.step_progress(),
             )
             images = host.to_intermediate(frames)
-        report = host.extend(report, timeline, settings={"video_vae": video_vae.name})
+        plans = [e["message"] for e in timeline.events[before:] if e["event"] == "note" and e["phase"] == PHASE]
+        report = host.extend(report, timeline, settings={"video_vae": video_vae.name}, notes=plans)
         return io.NodeOutput(images, report, ui=live.shown({"": report}))
 
 

@@ -64,6 +64,15 @@ def to_intermediate(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(service("comfy.model_management", "intermediate_device")())
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Device memory that a node may plan with: what ComfyUI counts as free without the part that it, or the user by
+    --reserve-vram, keeps clear. None on the CPU."""
+    if device.type == "cpu":
+        return None
+    free = service("comfy.model_management", "get_free_memory")(device)
+    return max(0, int(free - service("comfy.model_management", "extra_reserved_memory")()))
+
+
 def cuda_graphs_disabled() -> bool:
     """True under --disable-cuda-graphs, which ComfyUI has from 0.33 on."""
     return bool(getattr(service("comfy.cli_args", "args"), "disable_cuda_graphs", False))

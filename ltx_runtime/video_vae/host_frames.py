@@ -8,6 +8,7 @@ import ctypes
 import mmap
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
@@ -73,39 +74,66 @@ def _hint_huge_pages(memory: Tensor) -> None:
         madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes // mmap.PAGESIZE * mmap.PAGESIZE), mmap.MADV_HUGEPAGE)
 
 
-class FrameTransfer:
-    """Copies device frames into a host tensor while the device computes on: on a stream of its own, through pinned
-    buffers, out of which several threads copy.
+class HostWriter:
+    """Threads that fill a host tensor.
 
-    New host memory has no pages yet, and making them takes longer than the copy. So other threads begin with that at
-    once, front to back, and a copy takes over what they have not come to. A context manager, which ends its threads.
+    New host memory has no pages yet, and making them takes longer than the copy. So some threads begin with that at
+    once, front to back, others copy, and a copy takes over what the first have not come to. A context manager, which
+    ends its threads.
     """
 
-    def __init__(self, host: Tensor, device: torch.device) -> None:
-        """host: (N, H, W, 3) float32, contiguous, its contents without a meaning yet."""
-        self._host = host.view(-1)
-        self._rows = host
-        self._cuda = device.type == "cuda"
-        if not self._cuda:
-            return
-        self._stream = torch.cuda.Stream(device)
-        self._staging: Tensor | None = None
-        self._copies: list[Future | None] = [None] * _STAGED
-        self._turn = 0
+    def __init__(self, host: Tensor) -> None:
+        """host: float32, contiguous, its contents without a meaning yet."""
+        self._start = host.data_ptr()
         threads = _threads()
         self._copiers, self._page_makers = (
             ThreadPoolExecutor(threads, f"ltxgraph-{name}") for name in ("copy", "pages")
         )
-        parts = self._host.view(torch.uint8).split(_PAGES_BYTES)
+        parts = host.view(-1).view(torch.uint8).split(_PAGES_BYTES)
         self._pages = [self._page_makers.submit(_make_pages, part) for part in parts]
+
+    def __enter__(self) -> HostWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for threads in (self._page_makers, self._copiers):
+            threads.shutdown(cancel_futures=True)
+
+    def copy(self, source: Tensor, place: Tensor, arrived: Callable[[], None]) -> Future:
+        """Copy source to place, a contiguous part of the host tensor, once arrived() has returned."""
+        return self._copiers.submit(self._copy, source, place, arrived)
+
+    def _copy(self, source: Tensor, place: Tensor, arrived: Callable[[], None]) -> None:
+        arrived()
+        first = place.data_ptr() - self._start
+        for pages in self._pages[first // _PAGES_BYTES : (first + place.nbytes - 1) // _PAGES_BYTES + 1]:
+            if not pages.cancel():
+                pages.result()
+        # It holds no lock of Python's and starts no threads of its own, as a tensor's copy does.
+        ctypes.memmove(place.data_ptr(), source.data_ptr(), place.nbytes)
+
+
+class FrameTransfer:
+    """Copies device frames into a host tensor while the device computes on: on a stream of its own, into pinned
+    buffers, from there by a HostWriter. A context manager."""
+
+    def __init__(self, host: Tensor, device: torch.device) -> None:
+        """host: (N, H, W, 3) float32, contiguous, its contents without a meaning yet."""
+        self._host = host
+        self._cuda = device.type == "cuda"
+        if self._cuda:
+            self._stream = torch.cuda.Stream(device)
+            self._writer = HostWriter(host)
+            self._staging: Tensor | None = None
+            self._copies: list[Future | None] = [None] * _STAGED
+            self._turn = 0
 
     def __enter__(self) -> FrameTransfer:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._cuda:
-            for threads in (self._page_makers, self._copiers):
-                threads.shutdown(cancel_futures=True)
+            self._writer.__exit__(*error)
 
     def on_its_stream(self) -> AbstractContextManager[object]:
         """Makes its stream the current one, so that what is timed around `write` does not wait for the next chunk."""
@@ -122,7 +150,7 @@ class FrameTransfer:
     def write(self, frames: Tensor, start: int, ready: torch.cuda.Event | None) -> None:
         """Put frames (n, H, W, 3), computed when ready has passed, at host[start : start + n]; returns when they are
         there. What a thread raises is raised here."""
-        target = self._rows[start : start + frames.shape[0]]
+        target = self._host[start : start + frames.shape[0]]
         if not self._cuda:
             target.copy_(frames)
             return
@@ -135,7 +163,7 @@ class FrameTransfer:
             with torch.cuda.stream(self._stream):
                 staged.copy_(piece, non_blocking=True)
                 arrived = self._stream.record_event()
-            self._copies[turn] = self._copiers.submit(self._copy_out, arrived, staged, place)
+            self._copies[turn] = self._writer.copy(staged, place, arrived.synchronize)
         for turn in range(_STAGED):
             self._finish(turn)
 
@@ -143,15 +171,6 @@ class FrameTransfer:
         copy, self._copies[turn] = self._copies[turn], None
         if copy is not None:
             copy.result()
-
-    def _copy_out(self, arrived: torch.cuda.Event, staged: Tensor, place: Tensor) -> None:
-        """In a thread. ctypes holds no lock of Python's and starts no threads of its own, as a tensor's copy does."""
-        arrived.synchronize()
-        first = place.data_ptr() - self._host.data_ptr()
-        for pages in self._pages[first // _PAGES_BYTES : (first + place.nbytes - 1) // _PAGES_BYTES + 1]:
-            if not pages.cancel():
-                pages.result()
-        ctypes.memmove(place.data_ptr(), staged.data_ptr(), place.nbytes)
 
 
 def _threads() -> int:
