@@ -1,13 +1,13 @@
 """Decodes, conv, diffusion and sound: to frames on the host against the work on the device, memory against the plan,
 tiles against the whole.
 
-    python3 dev.py bench decode [S0 S1 S2] [--decoder conv diffusion audio] [--chunks 0 4 1] [--repeats 5] [--json FILE]
-        [--no-profile] [--tiny]
+    python3 dev.py bench decode [S0 S1 S2] [--decoder conv diffusion audio] [--chunks 0 4 1] [--repeats 5]
+        [--no-profile] [--json FILE] [--tiny]
 
-Everything runs eager. A chunk is a number of latent frames, 0 the whole clip; the diffusion decoder has no chunks. Tiles
-are those of ComfyUI's template for LTX-2.5: 512 pixels that share 64, 64 frames that share 16; where a decoder needs
-more overlap it takes it and says so. All tiles take their noise from one canvas, so differences show seams. Sound is
-5 seconds. GPU time comes from CUPTI at the very end.
+Everything runs eager. A chunk is a number of latent frames, 0 the whole clip; the diffusion decoder has no chunks.
+Tiles are those of ComfyUI's template for LTX-2.5: 512 pixels that share 64, 64 frames that share 16; where a decoder
+needs more overlap it takes it and says so. All tiles take their noise from one canvas, so differences show seams.
+Sound is 5 seconds. GPU time comes from CUPTI at the very end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DECODERS = ("conv", "diffusion", "audio")
 TINY = {"S0": (64, 64, 17), "S1": (96, 64, 17), "S2": (128, 64, 17)}
 TEMPLATE = AskedSizes(tile_size=512, overlap=64, temporal_size=64, temporal_overlap=16)
 TINY_TILES = AskedSizes(tile_size=64, overlap=32)
-SECONDS = 5
+SECONDS, TINY_SECONDS = 5, 1
 
 
 def main() -> None:
@@ -56,13 +56,16 @@ def main() -> None:
         for case in cases_of(models[decoder], decoder, name, size, arguments.chunks, tiles)
     ]
     rows = measure_video(cases, arguments.repeats)
-    sound = [measure_sound(models["audio"], arguments.repeats)] if "audio" in arguments.decoder else []
+    sound = []
+    if "audio" in arguments.decoder:
+        latent = sound_latent(TINY_SECONDS if arguments.tiny else SECONDS).to(device)
+        sound = [measure_sound(models["audio"], latent, arguments.repeats)]
     # CUPTI last of all: once used, every launch of the process is slower.
     if device.type == "cuda" and not arguments.no_profile:
         for row, case in zip(rows, cases):
             row |= profile(case.to_host, device)
         for row in sound:
-            row |= profile(lambda: models["audio"].decode(sound_latent(models["audio"])), device)
+            row |= profile(lambda: models["audio"].decode(latent), device)
     finish("decode", arguments, device, table(rows) + "\n\n" + sound_table(sound), [*rows, *sound])
 
 
@@ -165,18 +168,17 @@ def differences(
     return largest, total / frames.numel(), differing
 
 
-def sound_latent(vae: AudioVAE) -> torch.Tensor:
-    frames = audio_latent_frames(round(SECONDS * FRAME_RATE) + 1, FRAME_RATE)
+def sound_latent(seconds: int) -> torch.Tensor:
+    frames = audio_latent_frames(round(seconds * FRAME_RATE) + 1, FRAME_RATE)
     shape = AudioLatentShape(1, 8, frames, 16).as_tuple()
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(vae.device)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def measure_sound(vae: AudioVAE, repeats: int) -> dict:
-    latent = sound_latent(vae)
+def measure_sound(vae: AudioVAE, latent: torch.Tensor, repeats: int) -> dict:
     first = vae.decode(latent)
     walls = [timed(vae.device, vae.decode, latent) for _ in range(repeats)]
     return {
-        "size": f"{SECONDS} s of sound",
+        "latent_frames": latent.shape[2],
         "decoder": "audio",
         "decode_ms": spread([wall for wall, _ in walls]),
         "peak_bytes": walls[-1][1],
@@ -256,7 +258,7 @@ def sound_table(rows: list[dict]) -> str:
         wall, gpu = row["decode_ms"], row.get("gpu_ms")
         lines.append(
             [
-                row["size"],
+                f"{row['latent_frames']} latent frames",
                 f"{wall['median']:.1f} ({wall['min']:.1f}-{wall['max']:.1f})",
                 "-" if gpu is None else f"{gpu:.1f}",
                 str(row.get("launches", "-")),
