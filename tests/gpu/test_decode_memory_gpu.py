@@ -119,7 +119,8 @@ def test_a_real_shortage_ends_in_the_frames_of_a_smaller_plan(vaes, kind, size):
         timeline.child()  # raises if a failed attempt had left a phase open
     assert len(reached) > 1, (reached, most, [(plan.peak_bytes, plan.reason[:60]) for plan in plans])
     if "tiny" not in kind:  # whose smallest plan fits into what the weights leave of their blocks
-        with memory_limit(0), pytest.raises(DeviceMemoryError, match="are free beside the .*Nothing smaller is planned"):
+        words = "are free beside the .*Nothing smaller is planned"
+        with memory_limit(0), pytest.raises(DeviceMemoryError, match=words):
             vae.decode(latent)
     assert torch.equal(vae.decode(latent), before)
 
