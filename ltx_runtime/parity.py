@@ -72,7 +72,7 @@ class Comparison:
 
     name: what was compared ("frames", "waveform", "latent", "step 3", ...).
     shape: of the first. note: why nothing could be measured ("shapes differ: ..."), else empty.
-    max_abs: largest |a - b| over the finite pairs; None when it could not be measured.
+    max_abs, mean_abs: largest and mean |a - b| over the finite pairs; None when it could not be measured.
     differing, total: elements whose values differ (a value that is not finite differs), and all elements.
     signed_zeros: elements that differ only in the sign of zero.
     nonfinite_a, nonfinite_b: NaN and Inf elements.
@@ -86,6 +86,7 @@ class Comparison:
     total: int
     bit_exact: bool
     max_abs: float | None = 0.0
+    mean_abs: float | None = 0.0
     differing: int = 0
     signed_zeros: int = 0
     nonfinite_a: int = 0
@@ -120,8 +121,9 @@ class Comparison:
             parts.append(f"not finite ({self.nonfinite_a:,} values of the first, {self.nonfinite_b:,} of the second)")
         if self.differing:
             largest = f", largest {self.max_abs:.3g} at {self.largest}" if self.max_abs else ""
+            mean = f", mean {self.mean_abs:.3g}" if self.max_abs and self.mean_abs is not None else ""
             first = f", first at {self.first}" if self.first != self.largest or not largest else ""
-            parts.append(f"{self.differing:,} of {self.total:,} values differ{largest}{first}")
+            parts.append(f"{self.differing:,} of {self.total:,} values differ{largest}{mean}{first}")
         if self.signed_zeros:
             parts.append(f"{self.signed_zeros:,} zeros differ in their sign")
         return "; ".join(parts) or "same values, different bits"
@@ -134,6 +136,7 @@ class Comparison:
             "total": self.total,
             "bit_exact": self.bit_exact,
             "max_abs": self.max_abs,
+            "mean_abs": self.mean_abs,
             "differing": self.differing,
             "signed_zeros": self.signed_zeros,
             "nonfinite": [self.nonfinite_a, self.nonfinite_b],
@@ -166,10 +169,10 @@ def compare(
     axes = tuple(axes) if axes is not None else tuple(f"axis {i}" for i in range(a.dim()))
     if a.shape != b.shape:
         note = f"shapes differ: {_shape_words(a)} and {_shape_words(b)}"
-        return Comparison(name, tuple(a.shape), a.numel(), False, max_abs=None, note=note)
+        return Comparison(name, tuple(a.shape), a.numel(), False, max_abs=None, mean_abs=None, note=note)
     if a.numel() == 0:
         return Comparison(
-            name, tuple(a.shape), 0, False, max_abs=None, note="nothing to compare: the tensors are empty"
+            name, tuple(a.shape), 0, False, max_abs=None, mean_abs=None, note="nothing to compare: the tensors are empty"
         )
     if a.dim() == 0:
         a, b, axes = a.reshape(1), b.reshape(1), ("element",)
@@ -184,7 +187,7 @@ def compare(
     group_max: list[float] = []
     for start in range(0, length, step):
         size = min(step, length - start)
-        x = _computable(a.narrow(group_axis, start, size))
+        x = computable(a.narrow(group_axis, start, size))
         y = b.narrow(group_axis, start, size).to(x.device)
         if same_dtype and torch.equal(_bits(x), _bits(y)) and bool(torch.isfinite(x).all()):
             group_max.extend([0.0] * -(-size // group_size))
@@ -206,6 +209,7 @@ def compare(
         total=a.numel(),
         bit_exact=same_dtype and not found.bits_differ,
         max_abs=found.max_abs,
+        mean_abs=found.gap_sum / max(a.numel() - found.unmeasured, 1),
         differing=found.differing,
         signed_zeros=found.signed_zeros,
         nonfinite_a=found.nonfinite_a,
@@ -225,6 +229,8 @@ class _Found:
 
     bits_differ: bool = False
     max_abs: float = 0.0
+    gap_sum: float = 0.0
+    unmeasured: int = 0
     differing: int = 0
     signed_zeros: int = 0
     nonfinite_a: int = 0
@@ -247,6 +253,8 @@ def _compare_chunk(x: Tensor, y: Tensor, start: int, found: _Found) -> list[floa
     gap = x.to(torch.float64, copy=True).sub_(y).abs_().masked_fill_(~finite, 0.0)
     if differing:
         found.differing += differing
+        found.gap_sum += float(gap.sum())
+        found.unmeasured += int((~finite).sum())
         if found.first is None:
             found.first = _unravel(int(differs.to(torch.uint8).argmax()), x.shape, start)
         largest = float(gap.max())
@@ -271,7 +279,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(widths[tensor.element_size()])
 
 
-def _computable(tensor: Tensor) -> Tensor:
+def computable(tensor: Tensor) -> Tensor:
     """The tensor where float64 exists: on its own device, or on the CPU (Apple's MPS has none)."""
     return tensor.cpu() if tensor.device.type == "mps" else tensor
 
@@ -345,13 +353,13 @@ def frame_range(frames: Tensor, name: str = "frames") -> RangeStats:
     saturated = nonfinite = flat = alike = 0
     low, high = math.inf, -math.inf
     for start in range(0, count, step):
-        chunk = _computable(frames[start : start + step])
+        chunk = computable(frames[start : start + step])
         nonfinite += int((~torch.isfinite(chunk)).sum())
         saturated += int(((chunk == 0) | (chunk == 1)).sum())
         lows, highs = chunk.amin((1, 2)), chunk.amax((1, 2))
         low, high = min(low, float(lows.min())), max(high, float(highs.max()))
         flat += int(((highs - lows).amax(1) < VISIBLE_STEP).sum())
-        before = _computable(frames[max(start - 1, 0) : start + chunk.shape[0] - 1])
+        before = computable(frames[max(start - 1, 0) : start + chunk.shape[0] - 1])
         after = chunk[chunk.shape[0] - before.shape[0] :]
         if before.shape[0]:
             alike += int(((after - before).abs_().reshape(before.shape[0], -1).amax(1) < VISIBLE_STEP).sum())
@@ -491,7 +499,7 @@ def compare_digests(a: Digest, b: Digest, *, name: str) -> Comparison:
         note = f"digests differ ({a} and {b}); the values were not kept"
     else:
         return Comparison(bit_exact=True, **common)
-    return Comparison(bit_exact=False, max_abs=None, note=note, **common)
+    return Comparison(bit_exact=False, max_abs=None, mean_abs=None, note=note, **common)
 
 
 StageValue = Tensor | Digest | PendingDigest
@@ -508,7 +516,7 @@ def first_differing_stage(
     for (name_a, value_a), (name_b, value_b) in zip(a, b):
         if name_a != name_b:
             note = f"the arms went different ways: {name_a!r} in the first, {name_b!r} in the second"
-            return Comparison(name_a, (), 0, False, max_abs=None, note=note)
+            return Comparison(name_a, (), 0, False, max_abs=None, mean_abs=None, note=note)
         if isinstance(value_a, Tensor) and isinstance(value_b, Tensor):
             result = _compare_stage(name_a, value_a, value_b)
         else:

@@ -40,23 +40,26 @@ from .parity import (
 from .request import TextFeatures
 from .runtime import TransformerModel
 from .sampler import SampleRequest, SampleResult, fix_batching, sample
+from .seams import SeamFindings, compare_at_seams
 from .stages import trace_stages
 from .timing import Timeline
 from .video_vae import DecodePlan, VideoVAE
 from .video_vae.host_frames import to_frames
+from .video_vae.tiling import TileOverlaps
 
 EAGER, GRAPHED, REPEATED = "eager", "graphed", "eager repeated"
 PARTLY_GRAPHED = "partly graphed"
 _LAST_SEED = 2**64 - 1
 _LATENTS = ("latent", "audio latent")
-_LONGEST_NAME = 40
+_LONGEST_NAME = 48
 
 
 @dataclass(frozen=True)
 class ParityOutcome:
     """One verdict and the pair of clips to show for it: the worst one, where there were several.
 
-    names: what the two clips are. frames: the comparison of the two, waveform: that of their sound. clips: (N, H, W, 3)
+    names: what the two clips are. frames: the comparison of the two, waveform: that of their sound. seams:
+    differences at the seams of tiles, where the clips were decoded with different ones. clips: (N, H, W, 3)
     float, on the host. graphs: what each arm says about its CUDA graphs. activities: what the profiler saw of each arm,
     where that was asked for.
     """
@@ -66,6 +69,7 @@ class ParityOutcome:
     clips: tuple[Tensor, Tensor]
     frames: Comparison
     waveform: Comparison | None = None
+    seams: SeamFindings | None = None
     graphs: Mapping[str, dict | None] = field(default_factory=dict)
     activities: Mapping[str, LoopActivity] = field(default_factory=dict)
 
@@ -75,15 +79,18 @@ def judge_clips(
     sounds: tuple[tuple[Tensor, int], tuple[Tensor, int]] | None,
     graphs: tuple[dict | None, dict | None],
     settings: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
+    tiles: tuple[TileOverlaps | None, TileOverlaps | None] = (None, None),
     *,
     tolerance: float,
 ) -> ParityOutcome:
-    """Judge two finished renders, of whatever two kinds: eager and graphed, two seeds, two settings.
+    """Judge two finished renders, of whatever two kinds: eager and graphed, two seeds, two settings, tiled and untiled.
 
     clips: IMAGE tensors (N, H, W, C). sounds: (waveform (B, C, T), sample rate) of both. graphs: what their samplers
     said about CUDA graphs (`SampleResult.graph`), None where nobody knows.
-    settings: what each was asked for, by name; empty where nobody knows. What differs in them is said in the verdict,
+    settings: what each was made with, by name; empty where nobody knows. What differs in them is said in the verdict,
     and names the arms where it is one plain value.
+    tiles: of the decode of each; None without tiles. Where they differ, the verdict says whether the pictures differ at
+    the seams.
     Where nothing else differs, the graphs are in question: without a wholly graphed and an eager arm, and with one that
     was asked to use a graph, the verdict is "not tested", and the comparison a repeated eager render.
     """
@@ -96,23 +103,63 @@ def judge_clips(
         "render", tuple(comparisons), tuple(ranges), first_stage=next((c for c in comparisons if not c.bit_exact), None)
     )
     ran = tuple(map(_how_it_ran, graphs))
-    changed = {key: (settings[0][key], settings[1][key]) for key in settings[0] if key in settings[1]}
-    changed = {key: pair for key, pair in changed.items() if pair[0] != pair[1]}
+    changed = _changed(*settings)
     names = _names(ran, changed)
     fallback = next((why for why in map(_why_not_graphed, graphs) if why), "")
     if fallback and not changed and set(ran) != {EAGER, GRAPHED}:
         names = (EAGER, REPEATED)
         verdict = judge(Arm(GRAPHED, EAGER, not_run=fallback), [Arm(REPEATED, EAGER, (trial,))], tolerance=tolerance)
     else:
-        # The graphed arm is the one in question, whichever socket it came in by.
-        against, name = names if ran[0] != GRAPHED else names[::-1]
+        # The arm in question is the graphed or the tiled one, whichever socket it came in by.
+        first = ran[0] == GRAPHED != ran[1] or (ran[0] == ran[1] and tiles[0] is not None and tiles[1] is None)
+        against, name = names[::-1] if first else names
         verdict = judge(Arm(name, against, (trial,)), tolerance=tolerance)
+    words, numbers = [verdict.words], dict(verdict.numbers)
+    seams = None
+    if tiles[0] != tiles[1]:
+        seams = compare_at_seams(*clips, [layout for layout in tiles if layout is not None])
+        if seams is None:
+            words.append("where tiles overlap is not known: these are not the pictures as they were decoded")
+        else:
+            words.append(seams.words())
+            numbers["seams"] = seams.as_dict()
     if changed:
-        asked = ", ".join(f"{key} {_short(a)} and {_short(b)}" for key, (a, b) in changed.items())
-        verdict = dataclasses.replace(verdict, words=f"{verdict.words}; they were asked for different things: {asked}")
+        pairs = ", ".join(f"{key} {_short(a)} and {_short(b)}" for key, (a, b) in changed.items())
+        words.append(f"settings that differ: {pairs}")
+    verdict = dataclasses.replace(verdict, words="; ".join(words), numbers=numbers)
     return ParityOutcome(
-        verdict, names, clips, comparisons[0], comparisons[1] if sounds else None, dict(zip(names, graphs))
+        verdict,
+        names,
+        clips,
+        comparisons[0],
+        comparisons[1] if sounds else None,
+        seams,
+        dict(zip(names, graphs)),
     )
+
+
+def _changed(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What differs in two renders' settings, of those that both have; the parts of a setting one by one."""
+    pairs = {}
+    for key in (key for key in a if key in b):
+        parts = _parts(key, a[key]), _parts(key, b[key])
+        absent = 0.0 if key == "loras" else None
+        for name in dict.fromkeys([*parts[0], *parts[1]]):
+            pairs[name] = tuple(side.get(name, absent) for side in parts)
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _parts(key: str, value: Any) -> dict[str, Any]:
+    """A setting as one value or several, by name: strengths of LoRAs by file, what is inside a mapping by its path."""
+    if key == "loras":
+        strengths: dict[str, float] = {}
+        for lora in value:  # one file twice adds up
+            name = f"LoRA {lora['file'].removesuffix('.safetensors')}"
+            strengths[name] = strengths.get(name, 0.0) + lora["strength"]
+        return strengths
+    if isinstance(value, Mapping):
+        return {name: part for inner in value for name, part in _parts(f"{key} {inner}", value[inner]).items()}
+    return {key: value}
 
 
 def _how_it_ran(graph: dict | None) -> str:
@@ -137,21 +184,21 @@ def _names(ran: tuple[str, str], changed: Mapping[str, tuple]) -> tuple[str, str
         return ran
     if len(changed) == 1:
         ((key, pair),) = changed.items()
-        words = tuple(f"{key} {value}" for value in pair)
+        words = tuple(f"{key} {value}".removesuffix(".safetensors") for value in pair)
         if all(isinstance(value, (bool, int, float, str)) for value in pair) and max(map(len, words)) <= _LONGEST_NAME:
             return words
     return tuple(f"{name or 'render'} {letter}" for name, letter in zip(ran, "AB"))
 
 
 def _short(value: Any) -> str:
-    words = str(value)
+    words = "none" if value is None else str(value)
     return words if len(words) <= _LONGEST_NAME else f"{words[: _LONGEST_NAME - 3]}..."
 
 
 def _compare_sounds(a: tuple[Tensor, int], b: tuple[Tensor, int]) -> Comparison:
     if a[1] != b[1]:
         note = f"sample rates differ: {a[1]} and {b[1]} Hz"
-        return Comparison("waveform", tuple(a[0].shape), a[0].numel(), False, max_abs=None, note=note)
+        return Comparison("waveform", tuple(a[0].shape), a[0].numel(), False, max_abs=None, mean_abs=None, note=note)
     return compare_waveforms(a[0], b[0])
 
 

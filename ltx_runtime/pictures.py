@@ -28,7 +28,9 @@ from .parity import (
     Verdict,
     compare_frames,
 )
+from .seams import SeamFindings
 from .timing import SEGMENT, summarize
+from .video_vae.tiling import Range
 
 PAPER = (250, 250, 248)
 INK = (28, 32, 38)
@@ -39,6 +41,7 @@ GREEN = (34, 139, 84)
 AMBER = (201, 128, 10)
 RED = (200, 46, 46)
 NOT_FINITE = (255, 0, 255)
+OVERLAP = (0, 168, 204)
 STATUS_COLOURS = {EQUAL: GREEN, WITHIN_TOLERANCE: AMBER, NOT_TESTED: AMBER, DIFFERENT: RED}
 # Colours of the difference, none to largest: dark, violet, red, yellow, white.
 HEAT = ((0, 0, 0), (74, 12, 107), (187, 55, 84), (249, 142, 9), (255, 255, 220))
@@ -77,13 +80,15 @@ def difference_picture(
     *,
     comparison: Comparison | None = None,
     waveform: Comparison | None = None,
+    seams: SeamFindings | None = None,
     names: tuple[str, str] = ("A", "B"),
     width: int = 1600,
 ) -> Tensor:
     """Contact sheet of two clips: verdict, the worst frame of both, their difference, and its size over time.
 
     a, b: (N, H, W, C) float, any device, C of 1, 3 or 4. b may be None: an arm that did not run.
-    comparison: of exactly these frames; made here when None. waveform: adds a strip for the sound.
+    comparison: of exactly these frames; made here when None. waveform: adds a strip for the sound. seams: marks where
+    tiles overlap, at the edges of the difference and of its strip.
     Differences are drawn from black to white, white being the largest one (its value is written beside); a pixel
     that differs stays visible when the picture is made smaller. Equal clips say so in the place of the difference.
     Returns (1, H, width, 3).
@@ -101,7 +106,7 @@ def difference_picture(
     top = _banner(sheet, verdict, margin)
 
     drawn = comparable and comparison.differing > 0
-    titles = [f"{names[0]}, frame {frame}", f"{names[1]}, frame {frame}"]
+    titles = [f"frame {frame}: {name}" for name in names]
     titles += ["difference in this frame", "largest over all frames"] if drawn else ["difference"]
     lefts = [margin + i * (panel_width + gutter) for i in range(4)]
     for left, title in zip(lefts, titles):
@@ -117,14 +122,20 @@ def difference_picture(
         for box, gap in zip(boxes[2:], _gap_maps(a, b, frame)):
             _paste_heat(sheet, box, gap, comparison.max_abs)
         _ring(sheet, boxes[2], a, comparison)
+        if seams is not None:
+            for box in boxes[2:]:
+                _mark_overlaps(sheet, _fitted(a.shape[2], a.shape[1], box), a, seams)
         _heat_scale(sheet, (boxes[2][0], top + panel_height + 14, boxes[3][2]), comparison)
         top += 54
+        if seams is not None:
+            top += _seam_words(sheet, (margin, top + panel_height + 22, width - margin), seams)
     else:
         sheet.note((*boxes[2][:2], *boxes[3][2:]), *_no_difference(b, comparison, comparable))
     top += panel_height + 28
     for strip in strips:
         tall = 150 if any(strip.group_max) else 70
-        _strip(sheet, (margin, top, width - margin, top + tall), strip)
+        marked = seams.shared[0] if seams is not None and strip is comparison else ()
+        _strip(sheet, (margin, top, width - margin, top + tall), strip, marked)
         top += tall + 50
     return sheet.tensor(top)
 
@@ -349,6 +360,38 @@ def _ring(sheet: _Sheet, box, a: Tensor, comparison: Comparison) -> None:
     sheet.draw.ellipse((cx - 13, cy - 13, cx + 13, cy + 13), outline=(0, 220, 255), width=3)
 
 
+def _mark_overlaps(sheet: _Sheet, place, a: Tensor, seams: SeamFindings) -> None:
+    """Bars outside the picture's edges beside rows and columns in which tiles overlap, and dots along their borders."""
+    left, top, right, bottom = place
+    across, down = (right - left) / a.shape[2], (bottom - top) / a.shape[1]
+    for first, last in seams.shared[2]:
+        x0, x1 = left + first * across, left + last * across
+        for y in (top - 7, bottom + 3):
+            sheet.draw.rectangle((x0, y, x1 - 1, y + 4), fill=OVERLAP)
+        for x in (x0, x1 - 1):
+            for y in range(top, bottom, 6):
+                sheet.draw.line((x, y, x, y + 1), fill=OVERLAP)
+    for first, last in seams.shared[1]:
+        y0, y1 = top + first * down, top + last * down
+        for x in (left - 7, right + 3):
+            sheet.draw.rectangle((x, y0, x + 4, y1 - 1), fill=OVERLAP)
+        for y in (y0, y1 - 1):
+            for x in range(left, right, 6):
+                sheet.draw.line((x, y, x + 1, y), fill=OVERLAP)
+
+
+def _seam_words(sheet: _Sheet, box, seams: SeamFindings) -> int:
+    """What was found at the seams, behind the colour of their marks; returns the height that it takes."""
+    left, top, right = box
+    sheet.draw.rectangle((left, top + 2, left + 22, top + 18), fill=OVERLAP)
+    words = "where tiles overlap"
+    sheet.text((left + 32, top), words, 18, INK, 300)
+    left += 32 + _font(18).getlength(words) + 28
+    colour = {True: RED, False: AMBER, None: FAINT}[seams.at_seams]
+    sheet.text((left, top), seams.words(), 18, colour, right - left)
+    return 36
+
+
 def _heat_scale(sheet: _Sheet, box, comparison: Comparison) -> None:
     left, top, right = box
     largest = comparison.max_abs
@@ -357,7 +400,7 @@ def _heat_scale(sheet: _Sheet, box, comparison: Comparison) -> None:
     sheet.text((left, top + 9), "0", 18, INK, 24, anchor="lm")
     sheet.text((left + 274, top + 9), f"{largest:.3g}", 18, INK, 120, anchor="lm")
     if largest:
-        words = f"= {largest / VISIBLE_STEP:.2g} of 255 levels; drawn x {1 / largest:,.4g}"
+        words = f"= {largest / VISIBLE_STEP:.3g} of 255 levels; drawn x {1 / largest:,.4g}"
         sheet.text(
             (left + 274 + _font(18).getlength(f"{largest:.3g} "), top + 9), words, 18, FAINT, right - left - 360, "lm"
         )
@@ -374,8 +417,8 @@ def _heat_scale(sheet: _Sheet, box, comparison: Comparison) -> None:
     )
 
 
-def _strip(sheet: _Sheet, box, comparison: Comparison) -> None:
-    """Largest difference per group (frame, or tenth of a second) as bars from left to right."""
+def _strip(sheet: _Sheet, box, comparison: Comparison, marked: Sequence[Range] = ()) -> None:
+    """Largest difference per group (frame, or tenth of a second) as bars from left to right. marked: groups."""
     left, top, right, bottom = box
     groups = comparison.group_max
     unit = comparison.group_axis if comparison.group_size == 1 else f"{comparison.group_size} {comparison.group_axis}s"
@@ -401,6 +444,8 @@ def _strip(sheet: _Sheet, box, comparison: Comparison) -> None:
             sheet.draw.rectangle((x0, bottom - tall, x1, bottom), fill=RED)
         else:
             sheet.draw.rectangle((x0, bottom - 3, x1, bottom), fill=GREEN)
+    for first, last in marked:
+        sheet.draw.rectangle((left + first * step, top - 5, left + last * step - 2, top - 1), fill=OVERLAP)
     every = _nice(len(groups) / 12, whole=True)
     for i in range(0, len(groups), int(every)):
         sheet.text((left + (i + 0.5) * step, bottom + 4), str(i), 16, FAINT, 80, anchor="ma")

@@ -246,7 +246,9 @@ def _comparison_lines(comparisons: Sequence[Mapping]) -> list[str]:
         groups = [gap is None or gap > 0 for gap in c["group_max"]]
         unit = f"{c['group_axis']}s" if c["group_size"] == 1 else f"groups of {c['group_size']} {c['group_axis']}s"
         facts = [f"{c['differing']:,} of {c['total']:,} values, in {sum(groups)} of {len(groups)} {unit}"]
-        facts += [f"largest {c['max_abs']:.3g} at {_place(c['largest'])}"] if c["largest"] else []
+        facts += (
+            [f"largest {c['max_abs']:.3g} at {_place(c['largest'])}, mean {c['mean_abs']:.3g}"] if c["largest"] else []
+        )
         facts += [f"first at {_place(c['first'])}"] if c["first"] != c["largest"] else []
         facts += [f"{c['signed_zeros']:,} zeros of another sign"] if c["signed_zeros"] else []
         facts += [f"not finite: {c['nonfinite'][0]:,} and {c['nonfinite'][1]:,}"] if any(c["nonfinite"]) else []

@@ -1,11 +1,14 @@
 """LTX Graph Video Decode: LATENT to IMAGE."""
 from __future__ import annotations
 
+import dataclasses
+
 from comfy_api.latest import io
 from torch import Tensor
 
 from ..ltx_runtime.errors import RequestError
-from ..ltx_runtime.video_vae import AskedSizes, DecodeNoise
+from ..ltx_runtime.shapes import TIME_FACTOR
+from ..ltx_runtime.video_vae import AskedSizes, DecodeNoise, DecodePlan, TileOverlaps
 from ..ltx_runtime.video_vae.decode import PHASE
 from . import host, live
 from .latents import check_generations, read_latent
@@ -79,6 +82,7 @@ class LTXGraphVideoDecode(io.ComfyNode):
         with host.stay(report, "LTXGraphVideoDecode", [video_vae]) as timeline:
             before = len(timeline.events)
             host.make_resident([video_vae], timeline, wanted)
+            ran: list[DecodePlan] = []
             frames = vae.decode(
                 latent,
                 sizes=sizes,
@@ -86,12 +90,25 @@ class LTXGraphVideoDecode(io.ComfyNode):
                 timeline=timeline,
                 free_bytes=host.free_bytes(vae.device),
                 check_cancelled=host.cancel_check(),
+                on_plan=ran.append,
                 on_progress=host.step_progress(),
             )
             images = host.to_intermediate(frames)
         plans = [e["message"] for e in timeline.events[before:] if e["event"] == "note" and e["phase"] == PHASE]
-        report = host.extend(report, timeline, settings={"video_vae": video_vae.name}, notes=plans)
+        tiles = vae.overlaps(latent.shape, ran[-1])
+        settings = {"video_vae": video_vae.name, "decode": _how(ran[-1], latent.shape[2], tiles)}
+        if vae.takes_noise:
+            settings["decoder_seed"] = decoder_seed
+        report = dataclasses.replace(host.extend(report, timeline, settings=settings, notes=plans), tiles=tiles)
         return io.NodeOutput(images, report, ui=live.shown({"": report}))
+
+
+def _how(plan: DecodePlan, latent_frames: int, tiles: TileOverlaps | None) -> str:
+    if tiles is not None:
+        return tiles.words()
+    if plan.chunk_frames < latent_frames:
+        return f"stream of {plan.chunk_frames * TIME_FACTOR} frames a chunk"
+    return "whole clip"
 
 
 def _size(name: str, step: int, tooltip: str, *, optional: bool = True) -> io.Input:

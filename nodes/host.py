@@ -23,6 +23,7 @@ from ..ltx_runtime.errors import LTXError, RequestError
 from ..ltx_runtime.loop_activity import LoopActivity
 from ..ltx_runtime.residency import ResidentModule
 from ..ltx_runtime.timing import Timeline, new_render_id
+from ..ltx_runtime.video_vae import TileOverlaps
 from . import live
 
 logger = logging.getLogger("ltxgraph")
@@ -451,7 +452,7 @@ class RenderReport:
     """What LTXGRAPH_REPORT carries from node to node: the render's timeline, and what its nodes decided.
 
     settings: plain values by name; notes: sentences for the user; graph: what the sampler says about CUDA graphs;
-    activity: what the profiler saw of this arm, when somebody asked for that.
+    activity: what the profiler saw of this arm, when somebody asked for that. tiles: of its decode, None without tiles.
     Never changed in place: every node returns a new one.
     """
 
@@ -460,6 +461,7 @@ class RenderReport:
     notes: tuple[str, ...] = ()
     graph: dict[str, Any] | None = None
     activity: LoopActivity | None = None
+    tiles: TileOverlaps | None = None
 
     def __repr__(self) -> str:
         return f"<render {self.timeline.render_id}, {len(self.timeline.events)} events>"
@@ -554,4 +556,5 @@ def extend(report: RenderReport | None, timeline: Timeline, *, settings: dict, n
         settings={**before.settings, **settings},
         notes=before.notes + tuple(notes),
         graph=before.graph if graph is None else graph,
+        tiles=before.tiles,
     )

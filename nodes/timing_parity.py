@@ -10,8 +10,8 @@ import torch
 from comfy_api.latest import io, ui
 
 from ..ltx_runtime.errors import LTXError, RequestError
-from ..ltx_runtime.parity import DIFFERENT, Comparison, Verdict
-from ..ltx_runtime.parity_run import judge_clips, run_parity
+from ..ltx_runtime.parity import DIFFERENT
+from ..ltx_runtime.parity_run import ParityOutcome, judge_clips, run_parity
 from ..ltx_runtime.pictures import difference_picture, timeline_picture
 from ..ltx_runtime.report_text import json_report, text_report
 from ..ltx_runtime.sampler import TextFeatures
@@ -56,19 +56,20 @@ def _outputs() -> list[io.Output]:
 
 
 def _finished(
-    node: type[io.ComfyNode],
-    verdict: Verdict,
-    clips: tuple[torch.Tensor, torch.Tensor],
-    names: tuple[str, str],
-    comparison: Comparison,
-    waveform: Comparison | None,
-    renders: dict[str, host.RenderReport],
-    on_difference: str,
+    node: type[io.ComfyNode], judged: ParityOutcome, renders: dict[str, host.RenderReport], on_difference: str
 ) -> io.NodeOutput:
     """The four outputs and the JSON for /history. Raises RendersDiffer when that is wanted."""
+    verdict = judged.verdict
     if verdict.status == DIFFERENT and on_difference == "fail":
         raise RendersDiffer(f"{verdict.words}. on_difference is 'fail'; set it to 'report' to see the pictures.")
-    difference = difference_picture(*clips, verdict, comparison=comparison, waveform=waveform, names=names)
+    difference = difference_picture(
+        *judged.clips,
+        verdict,
+        comparison=judged.frames,
+        waveform=judged.waveform,
+        seams=judged.seams,
+        names=judged.names,
+    )
     timelines = [
         timeline_picture(r.timeline.events, title=f"{arm}: render {r.timeline.render_id}") for arm, r in renders.items()
     ]
@@ -137,13 +138,11 @@ class LTXGraphTimingParity(io.ComfyNode):
             tuple(_sound(audio) for audio in (audio_a, audio_b)) if audio_a is not None else None,
             tuple(report.graph if report is not None else None for report in (report_a, report_b)),
             tuple(report.settings if report is not None else {} for report in (report_a, report_b)),
+            tuple(report.tiles if report is not None else None for report in (report_a, report_b)),
             tolerance=tolerance,
         )
         renders = {name: report for name, report in zip(judged.names, (report_a, report_b)) if report is not None}
-        clips = (frames_a, frames_b)
-        return _finished(
-            cls, judged.verdict, clips, judged.names, judged.frames, judged.waveform, renders, on_difference
-        )
+        return _finished(cls, judged, renders, on_difference)
 
 
 def _sound(audio: dict[str, Any]) -> tuple[torch.Tensor, int]:
@@ -265,16 +264,7 @@ class LTXGraphParityRun(io.ComfyNode):
             arm: host.RenderReport(timeline, settings, job.notes, outcome.graphs.get(arm), outcome.activities.get(arm))
             for arm, timeline in logs.items()
         }
-        return _finished(
-            cls,
-            outcome.verdict,
-            outcome.clips,
-            outcome.names,
-            outcome.frames,
-            outcome.waveform,
-            renders,
-            on_difference,
-        )
+        return _finished(cls, outcome, renders, on_difference)
 
 
 def _second_prompt(positive_b: Any, job: SamplingJob) -> TextFeatures:

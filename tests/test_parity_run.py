@@ -102,15 +102,15 @@ def test_arms_of_any_kind_are_named_by_what_differs(settings, graphs, names):
     outcome = judge_clips((clip(), changed(clip(), 0.25)), None, graphs, settings, tolerance=0.0)
     assert outcome.names == names and outcome.verdict.status == DIFFERENT
     assert outcome.verdict.words.startswith(f"different: {names[1]} differs from {names[0]} in frames: 1 of 576 values")
-    asked = "they were asked for different things: " in outcome.verdict.words
+    asked = "settings that differ: " in outcome.verdict.words
     assert asked == (settings[0] != settings[1] and bool(settings[1]))
     if names == ("seed 7", "seed 11"):
-        assert outcome.verdict.words.endswith("; they were asked for different things: seed 7 and 11")
+        assert outcome.verdict.words.endswith("; settings that differ: seed 7 and 11")
 
 
 def test_equal_pictures_of_different_seeds_are_equal_and_the_verdict_says_what_was_asked():
     outcome = judge_clips((clip(), clip()), None, (OFF, OFF), (SEVEN, ELEVEN), tolerance=0.0)
-    assert outcome.verdict.status == EQUAL and outcome.verdict.words.endswith("different things: seed 7 and 11")
+    assert outcome.verdict.status == EQUAL and outcome.verdict.words.endswith("settings that differ: seed 7 and 11")
 
 
 def test_sound_is_judged_with_its_sample_rate():

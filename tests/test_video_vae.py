@@ -318,6 +318,16 @@ def test_streamed_tiles_give_the_bits_of_whole_ones_up_to_rounding(vae):
     assert whole.shape == (1, 3, 33, 64, 160) and (whole - streamed).abs().max() < ROUNDING
 
 
+def test_the_overlaps_of_a_plan_are_those_of_its_tiles(vae):
+    shape = (1, 4, 4, 3, 5)
+    plan = vae.plan(shape, sizes=AskedSizes(tile_size=96, overlap=32, temporal_size=16, temporal_overlap=8))
+    overlaps = vae.overlaps(shape, plan)
+    assert overlaps.size == (25, 96, 160) and overlaps.tiles == (3, 1, 2)
+    assert overlaps.shared == (((1, 9), (9, 17)), (), ((64, 96),))
+    assert overlaps.words() == "6 tiles sharing 8 frames, 32 px"
+    assert vae.overlaps(shape, vae.plan(shape)) is None
+
+
 def test_no_tensor_of_a_plan_passes_the_index_limit():
     shape = (1, 128, 64, 34, 60)  # 1920x1088x505
     plan = published_plan(shape, free_bytes=1000 * GIB, asked=AskedSizes(temporal_size=8 * 64))

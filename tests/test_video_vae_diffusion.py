@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from ltx_runtime.checkpoint import read_header
 from ltx_runtime.config import DiffusionVAEConfig
 from ltx_runtime.errors import CheckpointError, NonFiniteError, RequestError
+from ltx_runtime.seams import compare_at_seams
 from ltx_runtime.timing import Timeline
 from ltx_runtime.tiny import tiny_diffusion_vae_config, write_tiny_diffusion_vae
 from ltx_runtime.video_vae import AskedSizes, DecodeNoise, DecodePlan, Tiling, VideoVAE, load_video_vae
@@ -215,6 +216,19 @@ def test_tiles_share_the_noise_of_the_whole_decode(vae, latent, whole):
     assert seams < own / 4
     # Where one tile alone counts, and as far from its cut edges as stage 5 looks: exact up to what stage 4 saw.
     assert torch.equal(tiled, vae.decode_raw(latent, plan=plan_of(TILES)))
+
+
+def test_one_noise_for_all_tiles_leaves_their_seams_as_the_difference(vae, latent, whole):
+    """With noise of its own in each tile a comparison with the untiled picture shows noise, and no seams."""
+    plan = plan_of(TILES)
+    overlaps = vae.overlaps(latent.shape, plan)
+    assert overlaps.tiles == (2, 1, 2) and overlaps.size == (17, 96, 128)
+    found = {}
+    for per_tile in (False, True):
+        tiled = vae.decode_raw(latent, plan=plan, noise=DecodeNoise(per_tile=per_tile))
+        found[per_tile] = compare_at_seams(whole[0].movedim(0, -1), tiled[0].movedim(0, -1), [overlaps])
+    assert found[False].at_seams is True and found[True].at_seams is False
+    assert found[True].inside.mean_abs > 10 * found[False].inside.mean_abs
 
 
 def test_one_tile_is_the_whole(vae, latent, whole):

@@ -6,7 +6,7 @@ from .diffusion_vae import DiffusionVideoVAE
 from .encode import VideoEncoder, load_video_encoder
 from .plan import AskedSizes, DecodePlan, EncodePlan
 from .statistics import PerChannelStatistics
-from .tiling import Tiling
+from .tiling import TileOverlaps, Tiling
 
 __all__ = [
     "AskedSizes",
@@ -17,6 +17,7 @@ __all__ = [
     "DiffusionVideoVAE",
     "EncodePlan",
     "PerChannelStatistics",
+    "TileOverlaps",
     "Tiling",
     "VideoEncoder",
     "VideoVAE",

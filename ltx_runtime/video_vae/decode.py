@@ -27,6 +27,7 @@ from .host_frames import FrameTransfer, allocate_frames, frames_bytes, to_frames
 from .in_flight import Pace, PhasesInFlight
 from .plan import PLANNED, AskedSizes, DecodePlan
 from .statistics import PerChannelStatistics, load_statistics
+from .tiling import TileOverlaps
 
 PHASE = "decode.video.chunk"
 COMPONENTS = ("video_vae_diffusion", "video_vae_conv")
@@ -69,6 +70,11 @@ class VideoVAE(ResidentModule):
     def config(self) -> ConvVAEConfig | DiffusionVAEConfig:
         return self._decoding.config
 
+    @property
+    def takes_noise(self) -> bool:
+        """Whether a decode starts from noise."""
+        return isinstance(self.config, DiffusionVAEConfig)
+
     def statistics(self) -> PerChannelStatistics:
         """Mean and deviation of the latents on the device, read by themselves: the decoder need not be resident."""
         return load_statistics(self.header, self._prefix, self.config.latent_channels, self.device)
@@ -94,6 +100,14 @@ class VideoVAE(ResidentModule):
         shape = self._check_shape(latent_shape)
         return self._decoding.exact_bytes(shape.as_tuple(), item_bytes=self._item_bytes, asked=sizes)
 
+    def overlaps(self, latent_shape: Sequence[int], plan: DecodePlan) -> TileOverlaps | None:
+        """Where the tiles of a plan for a latent of this shape overlap in its frames; None without tiles.
+
+        Raises ShapeError.
+        """
+        shape = self._check_shape(latent_shape)
+        return None if plan.tiling is None else self._decoding.overlaps(shape.as_tuple(), plan.tiling)
+
     def decode(
         self,
         latent: Tensor,
@@ -104,6 +118,7 @@ class VideoVAE(ResidentModule):
         timeline: Timeline | None = None,
         free_bytes: int | None = None,
         check_cancelled: Callable[[], None] | None = None,
+        on_plan: Callable[[DecodePlan], None] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Tensor:
         """Decode to frames on the host, in ComfyUI's IMAGE layout.
@@ -115,6 +130,7 @@ class VideoVAE(ResidentModule):
         free_bytes: device memory that a plan may count on, None asks the device.
         check_cancelled: called before every chunk and, where one takes long, every hundredth of the work; whatever it
         raises ends the decode within two such pieces and leaves the VAE usable.
+        on_plan: called with every plan before it is tried; the last is what ran.
         on_progress(done, total): frames on the host, or as many as the work done amounts to. It goes back when memory
         runs out and a smaller plan begins.
         While a chunk is copied to the host, the device computes the next one.
@@ -156,7 +172,7 @@ class VideoVAE(ResidentModule):
             return host
 
         with FrameTransfer(host, self.device) as transfer:
-            return self._with_plan(latent, plan, sizes, noise, free_bytes, timeline, run)
+            return self._with_plan(latent, plan, sizes, noise, free_bytes, timeline, run, on_plan)
 
     def decode_raw(
         self,
@@ -194,6 +210,7 @@ class VideoVAE(ResidentModule):
         free_bytes: int | None,
         timeline: Timeline,
         run: Callable[[Tensor, DecodePlan], Result],
+        on_plan: Callable[[DecodePlan], None] | None = None,
     ) -> Result:
         """Check the latent, bring the weights, and run a plan; one made here gives way when memory runs out."""
         self._decoding.check_noise(noise, self._check_shape(latent.shape).as_tuple())
@@ -213,6 +230,8 @@ class VideoVAE(ResidentModule):
                 timeline.note(PHASE, backend)
             while True:
                 timeline.note(PHASE, plan.reason, chunk_latent_frames=plan.chunk_frames, peak_bytes=plan.peak_bytes)
+                if on_plan is not None:
+                    on_plan(plan)
                 try:
                     return run(latent, plan)
                 except RuntimeError as error:

@@ -22,7 +22,7 @@ from .diffusion_vae import DiffusionVideoVAE
 from .neighbourhood_attention import attention_backend
 from .plan import AskedSizes, DecodePlan, exact_decode_bytes, plan_decode, smaller_decode_plan
 from .statistics import PREFIX as STATISTICS
-from .tiling import Span, blend, latent_spans
+from .tiling import Span, TileOverlaps, Tiling, blend, latent_spans
 
 
 class Decoding(Protocol):
@@ -50,6 +50,9 @@ class Decoding(Protocol):
 
     def smaller(self, latent_shape: Sequence[int], failed: DecodePlan, *, item_bytes: int) -> DecodePlan | None:
         """What to try after a plan that ran out of memory."""
+
+    def overlaps(self, latent_shape: Sequence[int], tiling: Tiling) -> TileOverlaps:
+        """Where the tiles of a latent of this shape overlap in its frames."""
 
     def backend(self, device: torch.device, dtype: torch.dtype) -> str:
         """Words about a choice of kernels that a user should know of, or none."""
@@ -112,6 +115,10 @@ class ConvDecoding:
 
     def smaller(self, latent_shape: Sequence[int], failed: DecodePlan, *, item_bytes: int) -> DecodePlan | None:
         return smaller_decode_plan(self.config, latent_shape, failed, item_bytes=item_bytes, fused=self._fused)
+
+    def overlaps(self, latent_shape: Sequence[int], tiling: Tiling) -> TileOverlaps:
+        spans = latent_spans(latent_shape[2:], tiling)
+        return TileOverlaps.of(spans, [slice(0, axis[-1].last) for axis in spans])
 
     def backend(self, device: torch.device, dtype: torch.dtype) -> str:
         return ""
@@ -177,6 +184,10 @@ class DiffusionDecoding:
 
     def smaller(self, latent_shape: Sequence[int], failed: DecodePlan, *, item_bytes: int) -> DecodePlan | None:
         return smaller_diffusion_plan(self.config, latent_shape, failed, item_bytes=item_bytes)
+
+    def overlaps(self, latent_shape: Sequence[int], tiling: Tiling) -> TileOverlaps:
+        grid = DecodeGrid.of(self.config, latent_shape[2:])
+        return TileOverlaps.of(grid.spans(tiling), [slice(0, grid.content_frames), *grid.content])
 
     def backend(self, device: torch.device, dtype: torch.dtype) -> str:
         name, why = attention_backend(device, dtype, self.config.head_dim)

@@ -7,8 +7,10 @@ Source: video_vae.md sections 5 and 6.9.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -99,6 +101,46 @@ class Span:
     @property
     def positions(self) -> slice:
         return slice(self.first, self.last)
+
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class TileOverlaps:
+    """Where the tiles of a decode overlap in its result.
+
+    size: frames, height and width of one clip. tiles: how many along each of these. shared: along each, the ranges
+    [first, last) to which neighbours count both.
+    """
+
+    size: tuple[int, int, int]
+    tiles: tuple[int, int, int]
+    shared: tuple[tuple[Range, ...], tuple[Range, ...], tuple[Range, ...]]
+
+    @classmethod
+    def of(cls, spans: Sequence[Sequence[Span]], content: Sequence[slice]) -> TileOverlaps:
+        """spans: of time, rows and columns. content: the part of their positions that a decode gives, along each."""
+        return cls(
+            tuple(place.stop - place.start for place in content),
+            tuple(map(len, spans)),
+            tuple(tuple(_shared(axis, place)) for axis, place in zip(spans, content)),
+        )
+
+    def words(self) -> str:
+        """As "12 tiles sharing 8 frames, 64 px"."""
+        frames, rows, columns = (max((last - first for first, last in ranges), default=0) for ranges in self.shared)
+        parts = [f"{frames} frames"] * bool(frames) + [f"{max(rows, columns)} px"] * bool(rows or columns)
+        return f"{math.prod(self.tiles)} tiles sharing {', '.join(parts)}"
+
+
+def _shared(spans: Sequence[Span], content: slice) -> Iterator[Range]:
+    """Positions of which a span and the one before it count both, from the start of `content` on and cut to it."""
+    for before, span in pairwise(spans):
+        first = span.first + int((span.weights == 0).sum())
+        first, last = max(first, content.start) - content.start, min(before.last, content.stop) - content.start
+        if first < last:
+            yield first, last
 
 
 def latent_spans(latent: Sequence[int], tiling: Tiling) -> tuple[list[Span], list[Span], list[Span]]:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import prompts
@@ -23,7 +24,11 @@ def decoding(vae_name: str, **inputs) -> dict:
 def decode_notes(base) -> list[str]:
     """What the newest log says about the decode, in order."""
     newest = max((base / "output" / "ltxgraph").glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
-    events = [json.loads(line) for line in newest.read_text(encoding="utf-8").splitlines()]
+    return notes_of(newest)
+
+
+def notes_of(log: Path) -> list[str]:
+    events = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     return [e["message"] for e in events if e["event"] == "note" and e["phase"] == "decode.video.chunk"]
 
 
@@ -44,23 +49,61 @@ def test_its_seed_changes_the_picture_and_0_is_the_default(client, frames_of):
     assert not np.array_equal(frames_of(client.run(decoding(DIFFUSION_VAE_FILE, decoder_seed=1))), default)
 
 
-@pytest.mark.parametrize("vae_name, words", [
-    (DIFFUSION_VAE_FILE, "tiles of up to 9 frames of 64x64 that share 32 pixels"),
-    (prompts.VIDEO_VAE, "tiles of 64 pixels that share 32, each as whole clip: 9 frames"),
-])
-def test_asked_tiles_are_made_and_compared_with_the_untiled_picture(client, base, vae_name, words):
+TILED = {"tile_size": 64, "overlap": 32}
+
+
+def tiled_against_untiled(vae_name: str, **inputs) -> dict:
+    """One latent, decoded twice: two decode nodes into the parity node."""
     prompt = decoding(vae_name)
     del prompt["save"]
-    prompt["tiled"] = node("LTXGraphVideoDecode", **(prompt["decode"]["inputs"] | {
-        "tile_size": 64, "overlap": 32, "report": ["decode", 1],
-    }))
+    prompt["tiled"] = node("LTXGraphVideoDecode", **(prompt["decode"]["inputs"] | TILED | inputs))
     prompt["parity"] = node(
-        "LTXGraphTimingParity", frames_a=["decode", 0], frames_b=["tiled", 0], tolerance=0.0, on_difference="report"
-    )
+        "LTXGraphTimingParity", frames_a=["decode", 0], frames_b=["tiled", 0], report_a=["decode", 1],
+        report_b=["tiled", 1], tolerance=0.0, on_difference="report",
+    )  # fmt: skip
+    return prompt
+
+
+@pytest.mark.parametrize("vae_name, words, count, rows", [
+    # The smallest picture of the diffusion decoder is 96 pixels high: it is padded, and tiled with its padding.
+    (DIFFUSION_VAE_FILE, "tiles of up to 9 frames of 64x64 that share 32 pixels", 4, [[32, 64]]),
+    (prompts.VIDEO_VAE, "tiles of 64 pixels that share 32, each as whole clip: 9 frames", 2, []),
+])
+def test_asked_tiles_are_made_and_compared_with_the_untiled_picture(client, vae_name, words, count, rows):
+    run = client.run(tiled_against_untiled(vae_name))
+    assert run.outcome == "execution_success", run.error
+    report = json.loads(run.outputs["parity"]["ltxgraph_report"][0])
+    notes = notes_of(Path(report["renders"][1]["log"]))
+    assert any(words in note for note in notes), notes
+    names = ["decode whole clip", f"decode {count} tiles sharing 32 px"]
+    assert [render["name"] for render in report["renders"]] == names
+    # One render, continued twice: the timeline of each arm holds its own decode alone.
+    assert [render["timeline"]["phases"]["decode.video.chunk"]["count"] for render in report["renders"]] == [1, 1]
+    verdict = report["verdict"]
+    assert verdict["words"].startswith(f"different: {names[1]} differs from {names[0]} in frames: ")
+    assert verdict["words"].endswith(f"settings that differ: decode whole clip and {count} tiles sharing 32 px")
+    comparison, seams = verdict["numbers"]["comparisons"][0], verdict["numbers"]["seams"]
+    assert seams["shared"] == {"frames": [], "rows": rows, "columns": [[32, 64]]}
+    assert 0 < comparison["mean_abs"] < comparison["max_abs"] == max(seams[part]["max_abs"] for part in ("seams", "inside"))
+    if vae_name == DIFFUSION_VAE_FILE:
+        assert seams["at_seams"] is True and "sits at the seams: mean" in run.outputs["parity"]["text"][0]
+
+
+def test_a_tolerance_is_not_called_equality(client):
+    prompt = tiled_against_untiled(DIFFUSION_VAE_FILE)
+    prompt["parity"]["inputs"] |= {"tolerance": 1.0, "on_difference": "fail"}
     run = client.run(prompt)
     assert run.outcome == "execution_success", run.error
-    assert any(words in note for note in decode_notes(base)), decode_notes(base)
-    assert "different" in run.outputs["parity"]["text"][0]
+    verdict = json.loads(run.outputs["parity"]["ltxgraph_report"][0])["verdict"]
+    assert verdict["status"] == "within tolerance" and verdict["bit_exact"] is False
+    assert "bit for bit" not in run.outputs["parity"]["text"][0]
+
+
+def test_another_decoder_seed_is_told_apart_from_seams(client):
+    run = client.run(tiled_against_untiled(DIFFUSION_VAE_FILE, decoder_seed=1))
+    verdict = json.loads(run.outputs["parity"]["ltxgraph_report"][0])["verdict"]
+    assert verdict["numbers"]["seams"]["at_seams"] is False
+    assert verdict["words"].endswith("decode whole clip and 4 tiles sharing 32 px, decoder_seed 0 and 1")
 
 
 def test_the_diffusion_vae_encodes_too(client, base, frames_of):

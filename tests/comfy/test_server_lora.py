@@ -115,6 +115,35 @@ def test_two_chains_in_one_workflow_share_the_weights(client, base, frames_of):
     assert np.array_equal(frames_of(run), adapted_frames) and np.array_equal(frames_of(run, "save_plain"), bare)
 
 
+@pytest.mark.parametrize("strength", [1.0, 0.0], ids=["two strengths", "with and without"])
+def test_strengths_are_compared_as_two_arms(client, strength):
+    """By dragging: a second LoRA node, loader, sampler and decode, and the parity node."""
+    prompt = adapted((LORA_FILE, 0.5))
+    other = adapted((LORA_FILE, strength)) if strength else adapted()
+    prompt["sampler"]["inputs"]["cuda_graph"] = other["sampler"]["inputs"]["cuda_graph"] = "off"
+    for name in ("model", "sampler", "decode", "lora0"):
+        if name in other:
+            prompt[f"{name}_b"] = other[name]
+    if strength:
+        prompt["model_b"]["inputs"]["lora"] = ["lora0_b", 0]
+    prompt["sampler_b"]["inputs"]["model"] = ["model_b", 0]
+    prompt["decode_b"]["inputs"] |= {"samples": ["sampler_b", 0], "report": ["sampler_b", 1]}
+    prompt["parity"] = node(
+        "LTXGraphTimingParity", frames_a=["decode", 0], frames_b=["decode_b", 0], report_a=["decode", 1],
+        report_b=["decode_b", 1], tolerance=0.0, on_difference="report",
+    )  # fmt: skip
+    del prompt["save"]
+    run = client.run(prompt)
+    assert run.outcome == "execution_success", run.error
+    report = json.loads(run.outputs["parity"]["ltxgraph_report"][0])
+    file = LORA_FILE.removesuffix(".safetensors")
+    names = [f"LoRA {file} 0.5", f"LoRA {file} {strength}"]
+    assert [render["name"] for render in report["renders"]] == names
+    words = report["verdict"]["words"]
+    assert words.startswith(f"different: {names[1]} differs from {names[0]} in frames")
+    assert words.endswith(f"settings that differ: LoRA {file} 0.5 and {strength}")
+
+
 def test_a_lora_of_another_generation_is_noted(client, base, frames_of):
     frames_of(client.run(adapted(("old.safetensors", 1.0))))
     notes = [event["message"] for event in last_log(base) if event["event"] == "note"]

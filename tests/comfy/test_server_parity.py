@@ -96,4 +96,4 @@ def test_two_renders_are_named_by_what_differs(client, change, names, asked):
     assert [render["name"] for render in report["renders"]] == list(names)
     words = report["verdict"]["words"]
     assert words.startswith(f"different: {names[1]} differs from {names[0]} in frames")
-    assert words.endswith(f"; they were asked for different things: {asked}")
+    assert words.endswith(f"; settings that differ: {asked}")
