@@ -26,7 +26,7 @@ from ltx_runtime.sampler import SampleRequest, sample
 TINY = ((128, 96, 25), (128, 96, 17), (160, 96, 25), (96, 96, 9), (128, 128, 25), (192, 96, 17))
 ON_CPU = ((64, 64, 9), (96, 64, 9), (64, 64, 17))
 FULL = ((384, 256, 49), (384, 256, 25), (512, 320, 25), (256, 256, 49))
-KINDS, SEEDS = 12, 3
+KINDS, RECORDINGS, SEEDS = 12, 4, 3
 CANCEL_EVERY, EVICT_EVERY, CHECK_EVERY = 7, 25, 10
 # Once every shape has been met. What comes after may not grow by more.
 WARM = 20
@@ -43,9 +43,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the random order")
     arguments = parser.parse_args()
     models = open_models(arguments.tiny)
+    models.transformer.graphs.max_graphs = RECORDINGS
     random_ = random.Random(arguments.seed)
     sizes = FULL if not arguments.tiny else TINY if models.device.type == "cuda" else ON_CPU
-    # Few kinds, so that each comes back, and more than the cache holds, so that recordings are dropped too.
+    # Few kinds, so that each comes back, and more than RECORDINGS, so that recordings are dropped too.
     kinds = [random_kind(random_, sizes) for _ in range(KINDS)]
     expected: dict[tuple, tuple[Digest, ...]] = {}
     rows, memory = [], []

@@ -54,7 +54,7 @@ def decide(measurement: BusyMeasurement, remaining_steps: int, *, seen_before: b
     gain = measurement.wall_ms / measurement.predicted_replay_ms
     busy = f"{measurement.gpu_busy:.0%} busy ({measurement.gpu_ms:.1f} of {measurement.wall_ms:.1f} ms)"
     if gain < _MINIMUM_GAIN:
-        return Decision(False, f"{busy}: capture would gain at most {measurement.wall_ms / measurement.gpu_ms:.2f}x, not captured")
+        return Decision(False, f"{busy}: capture would gain at most {1 / measurement.gpu_busy:.2f}x, not captured")
     break_even = measurement.predicted_capture_ms / saved
     cost = (
         f"capture costs about {measurement.predicted_capture_ms:.0f} ms and saves about {saved:.1f} ms a step ({gain:.2f}x): "
