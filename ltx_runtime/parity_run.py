@@ -393,7 +393,10 @@ def _judged(
             sound = waveform = None
             if audio_vae is not None:
                 sound = audio_vae.decode_raw(
-                    render.result.audio, timeline=timeline, check_cancelled=arms.check_cancelled
+                    render.result.audio,
+                    cuda_graph="on" if render.arm == GRAPHED else "off",
+                    timeline=timeline,
+                    check_cancelled=arms.check_cancelled,
                 )
                 waveform = sound.clamp(-1, 1)
                 ranges.append(waveform_range(waveform))

@@ -15,7 +15,7 @@ from . import host, live
 from .decode import video_part
 from .latents import check_generations, made_by, read_latent
 from .load import checked_file, file_verdict
-from .sample import Report
+from .sample import Report, cuda_graphs_refused
 
 AudioVAE = io.Custom("LTXGRAPH_AUDIO_VAE")
 
@@ -86,7 +86,12 @@ class LTXGraphAudioDecode(io.ComfyNode):
         activation_bytes = vae.decode_bytes(latent.shape)
         with host.stay(report, "LTXGraphAudioDecode", [audio_vae]) as timeline:
             host.make_resident([audio_vae], timeline, activation_bytes)
-            waveform = vae.decode(latent, timeline=timeline, check_cancelled=host.cancel_check())
+            waveform = vae.decode(
+                latent,
+                graphs_refused=cuda_graphs_refused(),
+                timeline=timeline,
+                check_cancelled=host.cancel_check(),
+            )
             with timeline.phase("transfer.to_host"):
                 waveform = host.to_intermediate(waveform)
         report = host.extend(report, timeline, settings={"audio_vae": audio_vae.name})

@@ -1,12 +1,18 @@
 """The audio VAE of one file: latents in, sound out, and back.
 
 Reading order: `AudioVAE.decode`, `_run`. The networks are in network.py.
+
+A decode of 5 s is 800 short kernels, and the host is slower than the device at them, so it is recorded as one CUDA graph
+when its length comes back.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,12 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checkpoint import CheckpointHeader, Progress, planned_bytes, read_header, require_component
-from ..errors import NonFiniteError, RequestError, ShapeError
+from ..cuda_graph import GraphCache, GraphKey, unavailable_reason
+from ..errors import CaptureError, NonFiniteError, RequestError, RestartRequiredError, ShapeError
 from ..residency import ResidentModule
+from ..step_runner import CUDA_GRAPH_MODES
 from ..timing import Timeline
 from .config import STEREO, AudioVAEConfig
+from .fused_vocoder import Workspace, stage_sizes
 from .network import AudioVAENetwork, Stages
 from .resample import Resampler
+
+logger = logging.getLogger("ltxgraph")
 
 DECODE_PHASE = "decode.audio"
 ENCODE_PHASE = "encode.audio"
@@ -30,6 +41,7 @@ _PREFIXES = ("audio_vae.", "vocoder.")
 # copy and cuDNN's own of both.
 _VOCODER_VALUES = 14
 _MEL_VAE_VALUES = 8
+_MAX_GRAPHS = 4
 
 
 def load_audio_vae(
@@ -51,7 +63,7 @@ def load_audio_vae(
 
 
 class AudioVAE(ResidentModule):
-    """Decoder, vocoder and encoder of one file. module is an AudioVAENetwork."""
+    """Decoder, vocoder and encoder of one file. module is an AudioVAENetwork. graphs: recorded decodes."""
 
     def __init__(self, header: CheckpointHeader, *, device: torch.device | str, dtype: torch.dtype | None = None):
         """Checks the header; the weights are read by ensure_resident, at the latest in decode or encode."""
@@ -59,6 +71,11 @@ class AudioVAE(ResidentModule):
         self.config = AudioVAEConfig.from_header(header)
         prefix_map = {prefix: prefix for prefix in _PREFIXES}
         super().__init__(header, lambda: AudioVAENetwork(self.config), prefix_map, device=device, dtype=dtype)
+        self.graphs = GraphCache(self.device, max_graphs=_MAX_GRAPHS)
+
+    def evict(self) -> None:
+        self.graphs.close()
+        super().evict()
 
     @property
     def sample_rate(self) -> int:
@@ -77,17 +94,12 @@ class AudioVAE(ResidentModule):
     def decode_bytes(self, latent_shape: Sequence[int]) -> int:
         """Estimate of the device memory that decoding a latent of this shape takes beside the weights."""
         batch, _, frames, _ = self._check_latent(latent_shape)
-        mel_frames = self.config.mel_frames(frames)
-        stages = []
-        for generator, inputs in (
-            (self.config.vocoder, mel_frames),
-            (self.config.extension, mel_frames * self.config.vocoder.rate // self.config.extension_hop_length),
-        ):
-            channels, length = generator.initial_channels, inputs
-            for rate in generator.upsample_rates:
-                channels, length = channels // 2, length * rate
-                stages.append(channels * length)
-        return batch * max(max(stages) * 4 * _VOCODER_VALUES, self._mel_vae_bytes(mel_frames))
+        config, mel_frames = self.config, self.config.mel_frames(frames)
+        sizes = stage_sizes(config.vocoder, mel_frames)
+        sizes += stage_sizes(config.extension, mel_frames * config.vocoder.rate // config.extension_hop_length)
+        plain = batch * max(channels * length for channels, length in sizes) * 4 * _VOCODER_VALUES
+        # On the kernels, the vocoder's memory is there while the mel VAE works.
+        return max(plain, batch * self._mel_vae_bytes(mel_frames) + Workspace.num_bytes(config, batch, mel_frames))
 
     def encode_bytes(self, latent_frames: int, batch: int = 1) -> int:
         """The same for encoding sound of so many latent frames."""
@@ -103,34 +115,114 @@ class AudioVAE(ResidentModule):
         self,
         latent: Tensor,
         *,
+        cuda_graph: str = "auto",
+        graphs_refused: str = "",
         timeline: Timeline | None = None,
         check_cancelled: Callable[[], None] | None = None,
     ) -> Tensor:
         """Decode to a waveform (B, 2, 480 (4T - 3)) float32 in [-1, 1] at `sample_rate`, on the device.
 
         latent: (B, C, T, bins) float, normalised, on any device. The sound is 30 ms shorter than T / 25 seconds.
-        The same latent gives the same bits every time.
-        check_cancelled: called before every stage; whatever it raises ends the decode and leaves the VAE usable.
-        Raises ShapeError before any work, CheckpointError, and NonFiniteError naming the stage.
+        The same latent gives the same bits every time, replayed or not.
+        cuda_graph: "off"; "on": the decode is recorded at the first use of a length and replayed after; "auto": at the
+        second use. Where it can't be recorded it runs eager, with a note of the reason in the timeline.
+        graphs_refused: why the host forbids CUDA graphs, empty when it doesn't.
+        check_cancelled: called before every stage, or before a replay; whatever it raises ends the decode and leaves
+        the VAE usable.
+        Raises RequestError and ShapeError before any work, CheckpointError, RestartRequiredError when the process can't
+        go on, and NonFiniteError naming the stage.
         Source: audio.md sections 2-5.
         """
-        return self.decode_raw(latent, timeline=timeline, check_cancelled=check_cancelled).clamp(-1, 1)
+        raw = self.decode_raw(
+            latent,
+            cuda_graph=cuda_graph,
+            graphs_refused=graphs_refused,
+            timeline=timeline,
+            check_cancelled=check_cancelled,
+        )
+        return raw.clamp(-1, 1)
 
     def decode_raw(
         self,
         latent: Tensor,
         *,
+        cuda_graph: str = "auto",
+        graphs_refused: str = "",
         timeline: Timeline | None = None,
         check_cancelled: Callable[[], None] | None = None,
     ) -> Tensor:
         """As decode, but not clamped: what the networks give."""
-        self._check_latent(latent.shape)
+        if cuda_graph not in CUDA_GRAPH_MODES:
+            raise RequestError(f"cuda_graph={cuda_graph!r} is not one of {', '.join(CUDA_GRAPH_MODES)}.")
+        batch, _, frames, _ = self._check_latent(latent.shape)
         timeline = timeline or Timeline(None, device=self.device)
         self.ensure_resident(timeline)
         with torch.inference_mode():
             latent = latent.to(self.device)
             _refuse_non_finite(DECODE_PHASE, latent, "latent")
-            return _run(DECODE_PHASE, self.module.decode_stages(), latent, timeline, check_cancelled)
+            if cuda_graph != "off":
+                refused = graphs_refused or unavailable_reason(self.device)
+                decoded = None if refused else self._replayed(cuda_graph, latent, timeline, check_cancelled)
+                if decoded is not None:
+                    return decoded
+            workspace = self.module.workspace(batch, frames)
+            return _run(DECODE_PHASE, self.module.decode_stages(workspace), latent, timeline, check_cancelled)
+
+    def _replayed(
+        self, cuda_graph: str, latent: Tensor, timeline: Timeline, check_cancelled: Callable[[], None] | None
+    ) -> Tensor | None:
+        """The decode by its recording, made when it is time for it; None: run eager."""
+        # Contiguous, so that two latents of a length have one key.
+        inputs = _DecodeInputs(latent.contiguous(), self.module.backend)
+        key = GraphKey.of(inputs, weight_generation=self.generation)
+        if check_cancelled is not None:
+            check_cancelled()
+        recording = self.graphs.find(key)
+        if recording is not None:
+            with timeline.phase(DECODE_PHASE, stage="replay"):
+                # The workspace is scratch: there is nothing to copy into it.
+                recording.load(None, inputs)
+                outputs: _Decoded = recording.replay()
+        elif cuda_graph == "on" or self.graphs.measurement(key):
+            outputs = self._capture(key, inputs, timeline)
+            if outputs is None:
+                return None
+        else:
+            self.graphs.remember(key, True)
+            return None
+        # Cloned: the next replay writes into the same buffer.
+        waveform = outputs.waveform.clone()
+        _refuse_overflow(DECODE_PHASE, [name for name, _ in self.module.decode_stages()], outputs.finite)
+        return waveform
+
+    def _capture(self, key: GraphKey, inputs: _DecodeInputs, timeline: Timeline) -> _Decoded | None:
+        """Record the decode; its outputs, those of the first replay. None: it can't be recorded, a note says why."""
+        refused = self.graphs.refusal(key)
+        if refused is None:
+            batch, _, frames, _ = inputs.latent.shape
+            module = self.module
+
+            def forward(workspace: Workspace | None, inputs: _DecodeInputs) -> _Decoded:
+                return _Decoded(*_chain(module.decode_stages(workspace), inputs.latent))
+
+            try:
+                # Memory made before the recording, as the kernels need it: the engine takes a copy of the constants.
+                recording, outputs = self.graphs.capture(
+                    key,
+                    forward,
+                    module.workspace(batch, frames),
+                    inputs,
+                    lambda name: timeline.phase(DECODE_PHASE, stage=name.removeprefix("sample.")),
+                )
+                recording.forget_constants()
+                return outputs
+            except RestartRequiredError:
+                raise
+            except CaptureError as error:
+                refused = str(error)
+        logger.warning("audio decode: eager, %s", refused)
+        timeline.note(DECODE_PHASE, f"eager: {refused}")
+        return None
 
     def encode(
         self,
@@ -194,6 +286,32 @@ class AudioVAE(ResidentModule):
             raise RequestError(f"this sound has sample_rate {sample_rate}, expected whole Hz such as 48000.")
 
 
+@dataclass(frozen=True)
+class _DecodeInputs:
+    """Of a recorded decode. backend: what runs the vocoder."""
+
+    latent: Tensor
+    backend: str
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    """finite: of every stage, whether all its values are."""
+
+    waveform: Tensor
+    finite: Tensor
+
+
+def _chain(stages: Stages, x: Tensor, around: Callable[[str], AbstractContextManager] = nullcontext) -> tuple[Tensor, Tensor]:
+    """Run stages one by one. Returns what the last gave, and for every stage whether all that it gave was finite."""
+    finite = []
+    for name, stage in stages:
+        with around(name):
+            x = stage(x)
+            finite.append(torch.isfinite(x).all())
+    return x, torch.stack(finite)
+
+
 def _run(
     phase: str,
     stages: Stages,
@@ -202,21 +320,25 @@ def _run(
     check_cancelled: Callable[[], None] | None,
 ) -> Tensor:
     """Run stages one by one, each as a phase of its own, and look at what they gave when all are done."""
-    finite = []
-    for name, stage in stages:
+
+    def around(name: str) -> AbstractContextManager:
         if check_cancelled is not None:
             check_cancelled()
-        with timeline.phase(phase, stage=name):
-            x = stage(x)
-            finite.append(torch.isfinite(x).all())
-    for (name, _), good in zip(stages, torch.stack(finite).tolist()):
+        return timeline.phase(phase, stage=name)
+
+    x, finite = _chain(stages, x, around)
+    _refuse_overflow(phase, [name for name, _ in stages], finite)
+    return x
+
+
+def _refuse_overflow(phase: str, stages: Sequence[str], finite: Tensor) -> None:
+    for name, good in zip(stages, finite.tolist()):
         if not good:
             raise NonFiniteError(
                 phase,
                 f"NaN or Inf after the {name}. Its input is finite, so it overflowed: its file is damaged, or the input "
                 "is far out of range.",
             )
-    return x
 
 
 def _refuse_non_finite(phase: str, x: Tensor, words: str) -> None:

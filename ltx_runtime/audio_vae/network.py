@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from .config import AudioVAEConfig
 from .front_end import MelFrontEnd
+from .fused_vocoder import FusedVocoder, Workspace, refusal
 from .mel_vae import MelVAE
 from .resample import Resampler
 from .vocoder import Vocoder
@@ -54,21 +56,54 @@ class AudioVAENetwork(nn.Module):
         self.audio_vae = MelVAE(config)
         self.vocoder = Vocoder(config)
         self._config = config
+        self._fused: FusedVocoder | None = None
+        self.plain_reason = ""
 
-    def prepare(self) -> None:
-        """Widen the vocoder's weights to float32, and compute all that depends on weights and config alone."""
-        # Widened once: in the reference, autocast does it again at every call.
-        self.vocoder.float()
-        self.vocoder.prepare()
-        self.front_end = MelFrontEnd(self._config, self.vocoder.mel_stft.mel_basis.device)
+    def prepare(self, *, plain: bool = False) -> None:
+        """Compute all that depends on weights and config alone, and pick what runs the vocoder.
 
-    def decode_stages(self) -> Stages:
+        On Triton's kernels the generators' weights are packed for them, and leave the modules for the meta device. Else
+        they are widened to float32 once (in the reference, autocast does it again at every call), and `plain_reason`
+        says why. plain: use no kernels where they could run.
+        """
+        device = self.vocoder.mel_stft.mel_basis.device
+        self.front_end = MelFrontEnd(self._config, device)
+        self.plain_reason = "asked for" if plain else refusal(device, self.vocoder) or ""
+        if self.plain_reason:
+            self.vocoder.float()
+            self.vocoder.prepare()
+            return
+        self.vocoder.mel_stft.float()
+        self._fused = FusedVocoder(self.vocoder)
+        for generator in (self.vocoder.vocoder, self.vocoder.bwe_generator):
+            generator.to("meta")
+
+    @property
+    def backend(self) -> str:
+        """What runs the vocoder: "triton" or "torch"."""
+        return "torch" if self._fused is None else "triton"
+
+    def workspace(self, batch: int, latent_frames: int) -> Workspace | None:
+        """Memory for decode_stages, for latents up to this size; None where the vocoder needs none."""
+        if self._fused is None:
+            return None
+        device = self.vocoder.mel_stft.mel_basis.device
+        return Workspace.make(self._config, batch, self._config.mel_frames(latent_frames), device)
+
+    def decode_stages(self, workspace: Workspace | None = None) -> Stages:
         """(name, function) in order: each takes what the one before gives. The first takes normalised latents
-        (B, C, T, bins), the last gives a waveform (B, 2, 480 (4T - 3)) float32 at 48 kHz, not clamped."""
+        (B, C, T, bins), the last gives a waveform (B, 2, 480 (4T - 3)) float32 at 48 kHz, not clamped.
+
+        workspace: from `workspace`, where that gives one. Signals overwrite one another in it, so one decode at a time.
+        """
+        waveform, extend = self.vocoder.waveform, self.vocoder.extend
+        if self._fused is not None:
+            waveform = partial(self._fused.waveform, workspace=workspace)
+            extend = partial(self._fused.extend, workspace=workspace)
         return (
             ("mel decoder", _exact(self.audio_vae.decode)),
-            ("vocoder", _exact(self.vocoder.waveform)),
-            ("bandwidth extension", _exact(self.vocoder.extend)),
+            ("vocoder", _exact(waveform)),
+            ("bandwidth extension", _exact(extend)),
         )
 
     def encode_stages(self, resampler: Resampler) -> Stages:

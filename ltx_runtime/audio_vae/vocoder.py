@@ -27,9 +27,13 @@ class SnakeBeta(nn.Module):
         self.alpha = nn.Parameter(torch.empty(channels))
         self.beta = nn.Parameter(torch.empty(channels))
 
+    def coefficients(self) -> tuple[Tensor, Tensor]:
+        """exp(alpha) and 1 / (exp(beta) + 1e-9): (channels, 1) float32."""
+        frequency, gain = self.alpha.float().exp(), (self.beta.float().exp() + _SNAKE_EPS).reciprocal_()
+        return frequency.unsqueeze(1), gain.unsqueeze(1)
+
     def prepare(self) -> None:
-        self._frequency = self.alpha.exp().unsqueeze(1)
-        self._gain = (self.beta.exp() + _SNAKE_EPS).reciprocal_().unsqueeze(1)
+        self._frequency, self._gain = self.coefficients()
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.addcmul(x, (x * self._frequency).sin_().square_(), self._gain)
@@ -100,17 +104,17 @@ class Generator(nn.Module):
                 self.resblocks.append(AMPBlock(channels, block_kernel, dilations))
         self.act_post = AntiAliasedSnake(channels)
         self.conv_post = nn.Conv1d(channels, STEREO, 7, padding=3, bias=False)
-        self._blocks_per_stage = len(config.resblock_kernel_sizes)
+        self.blocks_per_stage = len(config.resblock_kernel_sizes)
 
     def forward(self, mel: Tensor) -> Tensor:
         x = self.conv_pre(mel)
         for stage, up in enumerate(self.ups):
             x = up(x)
-            first, *others = self.resblocks[stage * self._blocks_per_stage :][: self._blocks_per_stage]
+            first, *others = self.resblocks[stage * self.blocks_per_stage :][: self.blocks_per_stage]
             total = first(x)
             for block in others:
                 total += block(x)
-            x = total.div_(self._blocks_per_stage)
+            x = total.div_(self.blocks_per_stage)
         return self.conv_post(self.act_post(x))
 
 
@@ -131,17 +135,22 @@ class CausalLogMel(nn.Module):
         super().__init__()
         self.mel_basis = nn.Parameter(torch.empty(mel_bins, n_fft // 2 + 1))
         self.stft_fn = _StoredBases(n_fft)
-        self._hop_length = hop_length
+        self.hop_length = hop_length
         self._past = n_fft - hop_length
 
     def forward(self, waveform: Tensor) -> Tensor:
         batch, channels, _ = waveform.shape
         padded = F.pad(waveform.flatten(0, 1).unsqueeze(1), (self._past, 0))
-        real, imaginary = F.conv1d(padded, self.stft_fn.forward_basis, stride=self._hop_length).chunk(2, dim=1)
+        spectrum = F.conv1d(padded, self.stft_fn.forward_basis, stride=self.hop_length)
+        return self.of_spectrum(spectrum).unflatten(0, (batch, channels))
+
+    def of_spectrum(self, spectrum: Tensor) -> Tensor:
+        """Log-mel (n, mel bins, frames) of a spectrum (n, rows, frames), real rows above imaginary ones."""
+        real, imaginary = spectrum.chunk(2, dim=1)
         magnitude = torch.addcmul(real.square(), imaginary, imaginary).sqrt_()
         # As a convolution, because a host may have allowed TF32 for matrix products (network.py).
         mel = F.conv1d(magnitude, self.mel_basis.unsqueeze(2))
-        return mel.clamp_(min=MEL_FLOOR).log_().unflatten(0, (batch, channels))
+        return mel.clamp_(min=MEL_FLOOR).log_()
 
 
 class Vocoder(nn.Module):
@@ -159,8 +168,12 @@ class Vocoder(nn.Module):
         for module in self.modules():
             if isinstance(module, AntiAliasedSnake):
                 module.prepare()
-        kernel = (hann_sinc_kernel(self._ratio) * self._ratio).to(self.mel_stft.mel_basis)
-        self.skip = Upsampling(kernel, self._ratio, kernel.shape[0] // 2, STEREO)
+        self.skip = self.make_skip()
+
+    def make_skip(self) -> Upsampling:
+        """What takes a 16 kHz waveform to 48 kHz."""
+        kernel = (hann_sinc_kernel(self._ratio) * self._ratio).to(self.mel_stft.mel_basis.device, torch.float32)
+        return Upsampling(kernel, self._ratio, kernel.shape[0] // 2, STEREO)
 
     def waveform(self, mel: Tensor) -> Tensor:
         """Log-mel (B, 2, T, mel bins) to a waveform (B, 2, N) at 16 kHz, not clamped."""

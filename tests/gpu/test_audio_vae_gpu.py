@@ -91,7 +91,7 @@ def assert_replays_equal_eager(cache: GraphCache, stages, inputs: list[Tensor]) 
 
 def test_a_graph_of_the_whole_decode_equals_eager(device, network, cache):
     latents = [random_latent(FIVE_SECONDS, seed, device) for seed in range(1 + REPLAYS)]
-    assert_replays_equal_eager(cache, network.decode_stages(), latents)
+    assert_replays_equal_eager(cache, network.decode_stages(network.workspace(1, FIVE_SECONDS)), latents)
 
 
 @pytest.mark.parametrize("rate", [16000, 44100])
@@ -102,14 +102,15 @@ def test_a_graph_of_the_whole_encode_equals_eager(device, network, cache, rate):
 
 def test_the_same_latent_gives_the_same_bits_whatever_runs_between(device, network):
     latent = random_latent(FIVE_SECONDS, 0, device)
-    expected = run_stages(network.decode_stages(), latent)
+    stages = network.decode_stages(network.workspace(1, 200))
+    expected = run_stages(stages, latent)
     assert not waveform_range(expected.clamp(-1, 1)).degenerate
     benchmark = torch.backends.cudnn.benchmark
     try:
         for other in (1, 31, 200):
             torch.backends.cudnn.benchmark = other == 31  # as a host may have set it
-            run_stages(network.decode_stages(), random_latent(other, other, device))
-            assert torch.equal(run_stages(network.decode_stages(), latent), expected)
+            run_stages(stages, random_latent(other, other, device))
+            assert torch.equal(run_stages(stages, latent), expected)
     finally:
         torch.backends.cudnn.benchmark = benchmark
 
@@ -135,11 +136,11 @@ def test_memory_is_as_estimated(device, tmp_path, frames):
     fill_random(vae.module, device=device)
     vae.module.prepare()
     latent = random_latent(frames, 0, device)
-    vae.decode(latent)
+    vae.decode(latent, cuda_graph="off")
     before = torch.cuda.memory_allocated(device)
     # The phases reset PyTorch's own peak counter; theirs are the peaks.
     timeline = Timeline(None, device=device)
-    vae.decode(latent, timeline=timeline)
+    vae.decode(latent, cuda_graph="off", timeline=timeline)
     used = timeline.summary()["mem_peak_bytes"] - before
     estimate = vae.decode_bytes(latent.shape)
     assert 0.3 * estimate < used < estimate, f"{used / 2**20:.0f} MiB used, {estimate / 2**20:.0f} MiB estimated"
@@ -148,11 +149,12 @@ def test_memory_is_as_estimated(device, tmp_path, frames):
 def test_time_grows_with_length_and_not_faster(device, network):
     def milliseconds(frames: int) -> float:
         latent = random_latent(frames, 0, device)
+        stages = network.decode_stages(network.workspace(1, frames))
         times = []
         for _ in range(4):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            run_stages(network.decode_stages(), latent)
+            run_stages(stages, latent)
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end))
