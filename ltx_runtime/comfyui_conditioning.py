@@ -32,7 +32,12 @@ def resize_mask(mask: Tensor, shape: VideoLatentShape | AudioLatentShape) -> Ten
     when the mask can't be read so, RequestError when it differs between channels.
     """
     size = shape.as_tuple()[2:]
+    if not isinstance(mask, Tensor) or 0 in mask.shape:
+        what = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"that is a {type(mask).__name__}"
+        raise ShapeError(f"a noise mask {what}, expected one for a latent of shape {shape.as_tuple()}.")
     mask = mask.to(torch.float32)
+    if not bool(mask.isfinite().all()):
+        raise RequestError("the noise mask holds NaN or Inf; make a new one.")
     if isinstance(shape, AudioLatentShape):
         if mask.ndim < 2:
             raise ShapeError(
@@ -83,6 +88,11 @@ def video_state_from_comfyui(
     """
     batch, channels, frames, height, width = latent.shape
     per_frame = height * width
+    if keyframe_idxs is not None and keyframe_idxs.ndim != 4:
+        raise RequestError(
+            f"keyframe_idxs has shape {tuple(keyframe_idxs.shape)}, expected (batch, 3, guide tokens, 2) as "
+            "LTXVAddGuide makes it."
+        )
     guide_tokens = 0 if keyframe_idxs is None else keyframe_idxs.shape[2]
     guide_frames = guide_tokens // per_frame
     if guide_frames * per_frame != guide_tokens or guide_frames >= frames:

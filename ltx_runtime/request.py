@@ -153,7 +153,9 @@ def _check_text(text: TextFeatures, name: str, batch: int, config: TransformerCo
             f"({config.context_width} video + {config.audio_context_width} audio features). Encode the prompt with the "
             f"text encoder of LTX-2.5 (gemma4-12b-with-proj-ltx-2.5)."
         )
+    if features.shape[1] == 0:
+        raise RequestError(f"{name} holds no token; encode the prompt again.")
     if not bool(torch.isfinite(features).all()):
         raise RequestError(f"{name} holds NaN or Inf; encode the prompt again.")
     if features.shape[0] not in (1, batch):
-        raise ShapeError(f"{name} has batch {features.shape[0]}, the latent {batch}. Use 1 or {batch}.")
+        raise ShapeError(f"{name} has batch {features.shape[0]}, the latent {batch}. Use one prompt, or one for each sample.")

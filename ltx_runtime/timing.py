@@ -18,11 +18,12 @@ import json
 import logging
 import math
 import numbers
+import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -293,11 +294,17 @@ class Timeline:
         return summarize(self.events)
 
     def write_chrome_trace(self, path: Path | str) -> None:
-        """Write the timeline so far as a Chrome trace (chrome_trace.py), for Perfetto or chrome://tracing."""
+        """Write the timeline so far as a Chrome trace (chrome_trace.py), for Perfetto or chrome://tracing. The file appears
+        whole or not at all: an earlier one outlives a full disk or a killed process."""
         samples = [((at - self._origin_ns) / 1e6, gpu, memory) for at, gpu, memory in self._utilization.samples]
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(chrome_trace(self.events, samples), allow_nan=False), encoding="utf-8")
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            unfinished.write_text(json.dumps(chrome_trace(self.events, samples), allow_nan=False), encoding="utf-8")
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
     def _begin(self, name: str, attrs: dict[str, Any]) -> Phase:
         self._require_current()
@@ -373,7 +380,15 @@ class Timeline:
             except OSError as error:
                 # A full disk must not end a render that is otherwise fine.
                 self._file_failed = True
+                self._abandon_file()
                 log.warning("ltxgraph: phase log %s can't be written (%s); events are kept in memory", self.path, error)
+
+
+    def _abandon_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # closing flushes again what could not be written
+                file.close()
 
 
 def summarize(events: Iterable[dict]) -> dict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 from comfy_api.latest import io
@@ -12,6 +13,7 @@ from ..ltx_runtime.checkpoint import read_header
 from ..ltx_runtime.errors import RequestError, ShapeError
 from ..ltx_runtime.shapes import AUDIO_LATENTS_PER_SECOND, VideoLatentShape, audio_latent_frames
 from . import host, live
+from .checks import check_socket
 from .decode import video_part
 from .latents import check_generations, made_by, read_latent
 from .load import checked_file, file_verdict
@@ -150,6 +152,7 @@ class LTXGraphAudioEncode(io.ComfyNode):
         video_latent=None,
         report=None,
     ) -> io.NodeOutput:
+        check_socket(audio_vae, host.DeviceModel, "audio_vae", "LTX Graph Audio VAE Loader")
         waveform, sample_rate = read_audio(audio, "audio")
         if video_latent is not None:
             length = VideoLatentShape(*video_part(video_latent, "video_latent").shape).num_frames
@@ -191,11 +194,12 @@ def read_audio(audio: Any, name: str) -> tuple[Tensor, int]:
     """(waveform (B, C, N), sample rate in Hz) of an AUDIO. Raises RequestError for what is none."""
     if audio is None:
         raise RequestError(f"{name}: no sound came. The video that it was taken from may have none.")
-    if not isinstance(audio, dict) or "waveform" not in audio or "sample_rate" not in audio:
+    if not isinstance(audio, dict) or not isinstance(audio.get("waveform"), Tensor) or "sample_rate" not in audio:
         raise RequestError(f"{name}: this AUDIO has no waveform or no sample_rate. Connect Load Audio or its like.")
-    if audio["sample_rate"] < 1:
-        raise RequestError(f"{name}: this AUDIO has sample_rate {audio['sample_rate']}, expected Hz such as 48000.")
-    return audio["waveform"], audio["sample_rate"]
+    rate = audio["sample_rate"]
+    if not isinstance(rate, Real) or rate < 1 or rate != int(rate):
+        raise RequestError(f"{name}: this AUDIO has sample_rate {rate!r}, expected a whole number of Hz such as 48000.")
+    return audio["waveform"], int(rate)
 
 
 def _latent_frames(length: int, frame_rate: float) -> int | None:

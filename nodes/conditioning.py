@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..ltx_runtime.config import TransformerConfig
 from ..ltx_runtime.errors import LTXError, RequestError
 from ..ltx_runtime.sampler import TextFeatures
 from . import host
+from .checks import check_socket
 
 # What native ComfyUI assumes when the conditioning says nothing.
 DEFAULT_FRAME_RATE = 25.0
@@ -42,6 +44,7 @@ def read_conditioning(conditioning: Any, name: str, config: TransformerConfig) -
     Raises RequestError for several entries, a key with a value that this sampler doesn't honour, a wrong width, or a
     frame rate that is not a positive number.
     """
+    check_socket(conditioning, list, name, "an encoded prompt")
     if len(conditioning) != 1:
         raise RequestError(
             f"{name}: {len(conditioning)} conditioning entries; LTX Graph Sampler takes one prompt. Combined, scheduled or "
@@ -63,9 +66,9 @@ def read_conditioning(conditioning: Any, name: str, config: TransformerConfig) -
     if frame_rate is None:
         frame_rate = DEFAULT_FRAME_RATE
         notes = (f"{name} names no frame_rate: {DEFAULT_FRAME_RATE:g} is taken, as native ComfyUI does (LTXVConditioning sets it)",)
+    if not isinstance(frame_rate, Real) or not math.isfinite(frame_rate) or frame_rate <= 0:
+        raise RequestError(f"{name}: frame_rate={frame_rate!r} must be a positive number of frames a second.")
     frame_rate = float(frame_rate)
-    if not math.isfinite(frame_rate) or frame_rate <= 0:
-        raise RequestError(f"{name}: frame_rate={frame_rate} must be a positive number of frames a second.")
     guides = {key: settings[key] for key in _GUIDE_KEYS if settings.get(key) is not None}
     for key, value in guides.items():
         if not isinstance(value, _GUIDE_KEYS[key]):

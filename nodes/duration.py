@@ -12,6 +12,7 @@ from ..ltx_runtime.duration import (
     predict_seconds,
 )
 from . import host, live
+from .checks import check_socket
 from .conditioning import read_conditioning
 from .load import Model, checked_file, file_verdict
 from .sample import Report
@@ -74,6 +75,7 @@ class LTXGraphDuration(io.ComfyNode):
         max_seconds: float,
         report=None,
     ) -> io.NodeOutput:
+        check_socket(model, host.DeviceModel, "model", "LTX Graph Model Loader")
         path = checked_file(duration_head, _FOLDERS, _FILE, _COMPONENT)
         # 8 MB, read in milliseconds: not worth a place in ComfyUI's memory management.
         head = DurationHead(read_header(path), device=model.model.device)

@@ -13,6 +13,7 @@ from ..ltx_runtime.shapes import SPACE_FACTOR, TIME_FACTOR, check_pixel_size
 from ..ltx_runtime.timing import Timeline
 from ..ltx_runtime.video_vae import VideoEncoder
 from . import host, live
+from .checks import check_socket, known_number, out_of_range
 from .latents import made_by
 from .load import VideoVAE, VideoVAEDevice
 from .sample import Report
@@ -74,9 +75,11 @@ class LTXGraphVideoEncode(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, width: int | None = None, height: int | None = None) -> bool | str:
-        # A connected input is None until the node runs; execute then asks again.
-        if width is None or height is None:
-            return True
+        # What is not known yet is asked about again in execute.
+        width, height = map(known_number, (width, height))
+        refusal = out_of_range(cls, width=width, height=height)
+        if refusal or width is None or height is None:
+            return refusal or True
         try:
             _asked_size(width, height)
         except (RequestError, ShapeError) as error:
@@ -137,6 +140,8 @@ def encode_images(
     size: (width, height) to crop and resize to, None = as the images are. notes: said before those of the encoding.
     Raises ShapeError for images off the grid, and all that VideoEncoder.encode raises.
     """
+    check_socket(video_vae, VideoVAEDevice, "video_vae", "LTX Graph Video VAE Loader")
+    check_socket(pixels, Tensor, "images", "Load Image or its like")
     device_model = video_vae.encoder
     encoder: VideoEncoder = device_model.model
     shape = encoder.latent_shape(pixels, size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from comfy_api.latest import io
 from torch import Tensor
 
@@ -12,6 +11,7 @@ from ..ltx_runtime.conditioning import TokenState, audio_state, temporal_region,
 from ..ltx_runtime.errors import RequestError
 from ..ltx_runtime.shapes import SPACE_FACTOR, TIME_FACTOR
 from . import host, live
+from .checks import check_socket, known_number, out_of_range
 from .encode import encode_images
 from .latents import LatentParts, check_generations, made_by, noise_masks, read_latent
 from .load import VideoVAE, VideoVAEDevice
@@ -59,6 +59,7 @@ class LTXGraphImageToVideo(io.ComfyNode):
         if parts.video is None:
             raise RequestError("latent: this latent holds sound and no video. Connect the latent of a video.")
         check_generations(video_vae, latent=parts)
+        check_socket(image, Tensor, "image", "Load Image or its like")
         _, _, frames, height, width = parts.video.shape
         longest = (frames - 1) * TIME_FACTOR + 1
         notes = []
@@ -113,9 +114,11 @@ class LTXGraphTemporalRegion(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, start_time: float | None = None, end_time: float | None = None) -> bool | str:
-        # A connected input is None until the node runs; execute then asks again.
-        if start_time is None or not end_time or start_time < end_time:
-            return True
+        # What is not known yet is asked about again in execute.
+        start_time, end_time = map(known_number, (start_time, end_time))
+        refusal = out_of_range(cls, start_time=start_time, end_time=end_time)
+        if refusal or start_time is None or not end_time or start_time < end_time:
+            return refusal or True
         return _wrong_order(start_time, end_time)
 
     @classmethod

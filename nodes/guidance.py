@@ -99,6 +99,6 @@ def _stream_inputs(stream: str, cfg: float) -> list[io.Input]:
 def read_blocks(text: str) -> tuple[int, ...]:
     """Block numbers out of "10, 28". Raises RequestError for anything else."""
     words = [word for word in re.split(r"[,;\s]+", text.strip()) if word]
-    if not all(word.isdigit() for word in words):
+    if not all(word.isdecimal() for word in words):
         raise RequestError(f"stg_blocks={text!r}: write block numbers, as 28 or 10, 28.")
     return tuple(sorted({int(word) for word in words}))

@@ -25,6 +25,7 @@ from ..ltx_runtime.residency import ResidentModule
 from ..ltx_runtime.timing import Timeline, new_render_id
 from ..ltx_runtime.video_vae import TileOverlaps
 from . import live
+from .checks import check_socket
 
 logger = logging.getLogger("ltxgraph")
 
@@ -494,6 +495,8 @@ def stay(report: RenderReport | None, node: str, models: Sequence[DeviceModel]) 
 
     The Chrome trace beside the log is written when the node leaves, also after an error or a cancel.
     """
+    if report is not None:
+        check_socket(report, RenderReport, "report", "the report of an LTX Graph node")
     feed = new_feed()
     if report is None:
         timeline = new_timeline(models, on_event=feed.wake)

@@ -21,6 +21,7 @@ from ..ltx_runtime.shapes import (
     check_pixel_size,
 )
 from . import host
+from .checks import check_socket, known_number, out_of_range
 
 # (file name, its LTX version) in a LATENT that one of our nodes made.
 _MADE_BY = "ltxgraph_made_by"
@@ -55,7 +56,11 @@ class LTXGraphEmptyLatent(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, width: int | None = None, height: int | None = None, length: int | None = None) -> bool | str:
-        # A connected input is None until the node runs; execute then asks again.
+        # What is not known yet counts as right here; execute asks again.
+        width, height, length = map(known_number, (width, height, length))
+        refusal = out_of_range(cls, width=width, height=height, length=length)
+        if refusal:
+            return refusal
         size = [SPACE_FACTOR if side is None else side for side in (width, height)]
         try:
             check_pixel_size(*size, 1 if length is None else length)
@@ -148,6 +153,8 @@ def check_generations(*models: host.DeviceModel, latent: LatentParts | None = No
 
     latent: what one of our nodes made is as the file that made it.
     """
+    for model in models:
+        check_socket(model, host.DeviceModel, "model, VAE or upscaler", "an LTX Graph loader")
     found = [(model.name, _version(model)) for model in models]
     if latent is not None and latent.source.get(_MADE_BY):
         found.insert(0, latent.source[_MADE_BY])

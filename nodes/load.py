@@ -110,9 +110,9 @@ class LTXGraphModelLoader(io.ComfyNode):
         return host.model_state(unet_name, _MODEL_FOLDERS, _MODEL_FILE)
 
     @classmethod
-    def execute(cls, unet_name: str, lora: tuple[LoraSpec, ...] = ()) -> io.NodeOutput:
+    def execute(cls, unet_name: str, lora: tuple[LoraSpec, ...] | None = None) -> io.NodeOutput:
         path = checked_file(unet_name, _MODEL_FOLDERS, _MODEL_FILE, "transformer")
-        return io.NodeOutput(TransformerDevice(path, host.model_device(), lora))
+        return io.NodeOutput(TransformerDevice(path, host.model_device(), lora or ()))
 
 
 class VideoVAEDevice(host.DeviceModel):

@@ -68,13 +68,15 @@ class LTXGraphLoRA(io.ComfyNode):
         return host.model_state(lora_name, (_FOLDER,), _FILE)
 
     @classmethod
-    def execute(cls, lora_name: str, strength_model: float, lora: tuple[LoraSpec, ...] = ()) -> io.NodeOutput:
+    def execute(
+        cls, lora_name: str, strength_model: float, lora: tuple[LoraSpec, ...] | None = None
+    ) -> io.NodeOutput:
         file = _read(lora_name)
         parameters = {
             "reference_downscale_factor": file.reference_downscale_factor,
             "reference_temporal_scale_factor": file.reference_temporal_scale_factor,
         }
-        return io.NodeOutput((*lora, LoraSpec(file.header.path, strength_model)), parameters)
+        return io.NodeOutput((*(lora or ()), LoraSpec(file.header.path, strength_model)), parameters)
 
 
 def _read(name: str) -> LoraFile:

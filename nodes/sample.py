@@ -10,6 +10,7 @@ from comfy_api.latest import io
 
 from ..ltx_runtime.comfyui_conditioning import audio_state_from_comfyui, video_state_from_comfyui
 from ..ltx_runtime.errors import RequestError
+from ..ltx_runtime.guidance import Guidance
 from ..ltx_runtime.memory import activation_item_bytes, sampling_bytes
 from ..ltx_runtime.noise import NOISE_CONVENTIONS
 from ..ltx_runtime.request import check_request
@@ -17,6 +18,7 @@ from ..ltx_runtime.sampler import SampleRequest, SampleResult, sample
 from ..ltx_runtime.schedules import SAMPLERS, SCHEDULES, check_sigmas, resolve_sampler, resolve_schedule
 from ..ltx_runtime.step_runner import check_graphs_allowed
 from . import host, live
+from .checks import check_socket
 from .conditioning import check_same_guides, read_conditioning
 from .guidance import GuidanceSocket
 from .latents import LatentParts, check_generations, made_by, noise_masks, read_latent
@@ -193,10 +195,13 @@ def read_job(
     sampler=None,
 ) -> SamplingJob:
     """Translate sockets. Raises RequestError or ShapeError, naming the input, before any weight is read."""
+    check_socket(model, host.DeviceModel, "model", "LTX Graph Model Loader")
     config = model.model.config
     latent = read_latent(latent_image, "latent_image")
     check_generations(model, latent=latent)
     prompt = read_conditioning(positive, "positive", config)
+    if guidance is not None:
+        check_socket(guidance, Guidance, "guidance", "LTX Graph Guidance")
     notes = [*model.notes, *prompt.notes]
     other = None
     if negative is not None and guidance is not None and guidance.uses_negative:
@@ -297,6 +302,8 @@ def read_sampler(sampler: Any) -> tuple[str, dict[str, float]]:
 def _read_noise(noise: Any, latent: LatentParts) -> tuple[Any, Any]:
     """The two parts of a NOISE's tensor. Raises RequestError when it doesn't fit the latent."""
     parts = tuple(noise.unbind()) if getattr(noise, "is_nested", False) else (noise,)
+    for part in parts:
+        check_socket(part, torch.Tensor, "noise", "RandomNoise or its like")
     wanted = tuple(part for part in (latent.video, latent.audio) if part is not None)
     if len(parts) != len(wanted) or any(n.shape != w.shape for n, w in zip(parts, wanted)):
         raise RequestError(

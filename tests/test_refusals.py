@@ -10,7 +10,7 @@ from ltx_runtime.checkpoint import read_header
 from ltx_runtime.errors import CaptureError, RequestError
 from ltx_runtime.guidance import Guidance, GuidanceSpec
 from ltx_runtime.runtime import TransformerModel
-from ltx_runtime.sampler import sample
+from ltx_runtime.sampler import TextFeatures, sample
 from ltx_runtime.warm_up import warm_up
 
 VIDEO, AUDIO = video_shape().as_tuple(), audio_shape().as_tuple()
@@ -30,6 +30,7 @@ def model() -> TransformerModel:
         ({"sigmas": torch.tensor([0.5, 1.0])}, "decrease strictly"),
         ({"guidance": Guidance(video=GuidanceSpec(rescale=1.5))}, "rescale=1.5"),
         ({"guidance": Guidance(batching="both")}, "batching='both'"),
+        ({"text": TextFeatures(torch.zeros(1, 0, 96), processed=False)}, "no token"),
     ],
 )
 @pytest.mark.parametrize("run", [sample, warm_up])

@@ -282,6 +282,11 @@ def test_masks_are_read_as_core_reads_them():
         resize_mask(torch.ones(5), shape)
     with pytest.raises(ShapeError, match="audio noise mask of shape"):
         resize_mask(torch.ones(5), audio_shape())
+    with pytest.raises(RequestError, match="mask holds NaN"):
+        resize_mask(torch.full((4, 4), float("nan")), shape)
+    for mask, words in ((torch.ones(0, 1, 3, 2, 2), r"of shape \(0, 1, 3, 2, 2\)"), ("all", "that is a str")):
+        with pytest.raises(ShapeError, match=words):
+            resize_mask(mask, shape)
     with pytest.raises(RequestError, match="differs between latent channels"):
         resize_mask(torch.rand(1, 2, 3, 2, 2), shape)
     with pytest.raises(RequestError, match="differs between mel bins"):
@@ -419,6 +424,7 @@ def test_guides_that_do_not_belong_to_the_latent_are_refused():
     latent = torch.zeros(1, 16, 4, 2, 2)
     positions = guide_positions(9)
     for keys, words in (
+        ({"keyframe_idxs": positions[0, 0]}, r"keyframe_idxs has shape \(4, 2\)"),
         ({"keyframe_idxs": positions[:, :, :3]}, "holds 3 guide tokens"),
         ({"keyframe_idxs": torch.cat([positions] * 4, dim=2)}, "LTXVCropGuides on both"),
         ({"generated_keyframes": {"first_latent_frame": 3}}, "no keyframe_idxs"),

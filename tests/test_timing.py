@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -148,6 +149,35 @@ def test_a_file_that_cannot_be_written_ends_no_render(tmp_path, caplog):
         pass
     assert len(timeline.events) == 2
     assert len([r for r in caplog.records if "can't be written" in r.message]) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_ends_no_render_and_holds_no_file(tmp_path, caplog):
+    (tmp_path / "r.jsonl").symlink_to("/dev/full")
+    timeline = Timeline(tmp_path / "r.jsonl")
+    with timeline.segment("node"), timeline.phase("sample.step"):
+        pass
+    assert "No space left" in caplog.text
+    assert len([event for event in timeline.events if event["event"] == "end"]) == 2
+    assert not [link for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link) == "/dev/full"]
+
+
+def test_a_trace_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    timeline = Timeline(None)
+    timeline.note("sample.step", "first")
+    timeline.write_chrome_trace(tmp_path / "t.json")
+    before = (tmp_path / "t.json").read_text(encoding="utf-8")
+
+    def half(path, text, encoding):
+        path.write_bytes(text.encode()[:20])
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    timeline.note("sample.step", "second")
+    with pytest.raises(OSError, match="No space left"):
+        timeline.write_chrome_trace(tmp_path / "t.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
+    assert (tmp_path / "t.json").read_text(encoding="utf-8") == before
 
 
 def test_one_readable_logger_line_an_event(caplog):

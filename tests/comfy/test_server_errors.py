@@ -65,6 +65,68 @@ def test_size_off_the_grid(client, size, words):
     assert all(word in text for word in words), text
 
 
+@pytest.mark.parametrize(
+    ("class_type", "inputs", "words"),
+    [
+        ("LTXGraphEmptyLatent", {"width": 3_200_000}, "width=3200000: it must lie between 32 and 16384"),
+        ("LTXGraphEmptyLatent", {"length": 8_000_000_001}, "length=8000000001: it must lie between 1 and 16384"),
+        ("LTXGraphVideoEncode", {"width": 65536, "height": 64}, "width=65536: it must lie between 0 and 16384"),
+        ("LTXGraphTemporalRegion", {"start_time": -1.0}, "start_time=-1.0: it must lie between 0.0 and 1000.0"),
+    ],
+)
+def test_numbers_beyond_their_limits(client, class_type, inputs, words):
+    """ComfyUI does not hold inputs to their limits that a node validates itself: terabytes would be asked for."""
+    given = {
+        "LTXGraphEmptyLatent": prompts.render()["latent"]["inputs"],
+        "LTXGraphVideoEncode": {
+            "video_vae": ["video_vae", 0], "pixels": ["decode", 0], "temporal_size": 0, "tile_size": 0, "overlap": 0,
+        },
+        "LTXGraphTemporalRegion": {
+            "latent": ["latent", 0], "start_time": 0.0, "end_time": 1.0, "regenerate": "video", "frame_rate": 24.0,
+        },
+    }[class_type]
+    prompt = prompts.render()
+    prompt["asked"] = node(class_type, **given | inputs)
+    prompt["show"] = node("PreviewAny", source=["asked", 0])
+    assert words in refusal(client, prompt)
+
+
+def test_words_where_a_number_belongs(client):
+    prompt = prompts.render()
+    prompt["latent"]["inputs"]["length"] = "nine"
+    assert "invalid_input_type" in refusal(client, prompt)
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [("model", "LTX Graph Model Loader"), ("positive", "an encoded prompt"), ("latent_image", "an LTX latent")],
+)
+def test_a_switch_that_hands_on_nothing(client, name, source):
+    prompt = sampled(**{name: ["nothing", 0]})
+    prompt["nothing"] = node("LTXTestNothing")
+    text = failure(client, prompt)
+    assert text.startswith(f"{name}: ") and "nothing" in text and source in text
+
+
+def test_a_switch_that_hands_on_nothing_to_optional_inputs(client, frames_of):
+    """As if they were not connected."""
+    plain = frames_of(client.run(prompts.render()))
+    optional = ("negative", "noise", "sigmas", "sampler", "guidance", "report")
+    prompt = sampled(**{name: ["nothing", 0] for name in optional})
+    prompt["nothing"] = node("LTXTestNothing")
+    prompt["model"]["inputs"]["lora"] = ["nothing", 0]
+    assert np.array_equal(frames_of(client.run(prompt)), plain)
+
+
+@pytest.mark.parametrize("blocks", ["-1", "one", "\N{SUPERSCRIPT TWO}"])
+def test_stg_blocks_that_are_no_numbers(client, blocks):
+    prompt = sampled(guidance=["guidance", 0])
+    streams = {f"{stream}_{part}": value for stream in ("video", "audio")
+               for part, value in {"cfg": 1.0, "stg": 1.0, "modality": 1.0, "rescale": 0.0, "skip_step": 0}.items()}
+    prompt["guidance"] = node("LTXGraphGuidance", preset="custom", **streams, stg_blocks=blocks, passes="auto")
+    assert "write block numbers" in refusal(client, prompt)
+
+
 def test_size_off_the_grid_by_a_link(client):
     """A linked value is known only when the node runs: the same words then."""
     prompt = prompts.render()

@@ -9,6 +9,28 @@ import torch
 from comfy.nested_tensor import NestedTensor
 
 
+class Wildcard(str):
+    """A socket type that goes with every other, as the switches and reroutes of other packs have."""
+
+    def __ne__(self, other):
+        return False
+
+
+class LTXTestNothing:
+    """A switch of another pack with nothing behind it."""
+
+    RETURN_TYPES = (Wildcard("*"),)
+    FUNCTION = "run"
+    CATEGORY = "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {}}
+
+    def run(self):
+        return (None,)
+
+
 class LTXTestRaise:
     """A node downstream that fails."""
 
@@ -214,6 +236,7 @@ NODE_CLASS_MAPPINGS = {
     cls.__name__: cls
     for cls in (
         LTXVDualCFGGuider,
+        LTXTestNothing,
         LTXTestRaise,
         LTXTestLatent,
         LTXTestConditioningKey,
