@@ -2,10 +2,10 @@
 
     python native_sampling.py COMFYUI_DIR OUT_DIR
 
-Runs in a process of its own with only ComfyUI on the path. It fills a tiny transformer of the 2.3 flavour (ComfyUI 0.30
-knows no other) with seeded weights, saves it in the published layout, loads it back through ComfyUI's loader in
-float32, samples each case with CFGGuider, and records the noise, every step's x and denoised, and what the model saw and predicted
-before masks were applied.
+Runs in a process of its own with only ComfyUI on the path. It fills a tiny transformer of each flavour that this
+ComfyUI knows (2.5: from 0.32 on) with seeded weights, saves it in the published layout, loads it back through ComfyUI's
+loader in float32, samples each case of that flavour with CFGGuider, and records the noise, every step's x and denoised,
+and what the model saw and predicted before masks were applied.
 """
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ import comfy.ops  # noqa: E402
 import comfy.sample  # noqa: E402
 import comfy.samplers  # noqa: E402
 import comfy.sd  # noqa: E402
+import node_helpers  # noqa: E402
 import torch  # noqa: E402
 from comfy_extras.nodes_lt import LTXVAddGuide, _append_guide_attention_entry  # noqa: E402
 from comfyui_version import __version__ as comfyui_version  # noqa: E402
@@ -54,12 +55,16 @@ CONFIG = {
     "audio_positional_embedding_max_pos": [20], "timestep_scale_multiplier": 1000,
     "av_ca_timestep_scale_multiplier": 1000.0,
 }
+FLAVOURS = {"2.3": CONFIG}
+if hasattr(comfy.ldm.lightricks.av_model.LTXAVModel, "apply_keyframes_abs_pos_embedding"):
+    FLAVOURS["2.5"] = {**CONFIG, "ff_bias": False, "use_keyframes_abs_pos_embedding": True}
 
 
-def write_checkpoint(path: Path) -> None:
+def write_checkpoint(path: Path, flavour: str) -> None:
     """Seeded weights under ComfyUI's own parameter names: bfloat16, and float32 for the scale_shift tables."""
+    config = FLAVOURS[flavour]
     with torch.device("meta"):
-        model = comfy.ldm.lightricks.av_model.LTXAVModel(operations=comfy.ops.disable_weight_init, **CONFIG)
+        model = comfy.ldm.lightricks.av_model.LTXAVModel(operations=comfy.ops.disable_weight_init, **config)
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name, meta in sorted(model.state_dict().items()):
@@ -69,8 +74,8 @@ def write_checkpoint(path: Path) -> None:
         else:
             values *= 0.5 / meta.shape[-1] ** 0.5 if meta.ndim > 1 else 0.1
         tensors[PREFIX + name] = values.to(torch.float32 if "scale_shift_table" in name else torch.bfloat16)
-    config = {"transformer": {"_class_name": "AVTransformer3DModel", **CONFIG}}
-    save_file(tensors, path, {"config": json.dumps(config), "model_version": "2.3.0"})
+    about = {"transformer": {"_class_name": "AVTransformer3DModel", **config}}
+    save_file(tensors, path, {"config": json.dumps(about), "model_version": f"{flavour}.0"})
 
 
 def record_ancestral_noise(into: list) -> None:
@@ -112,6 +117,13 @@ def noise_mask(kind: str, latents: list, generator: torch.Generator):
     by_frame = torch.ones(batch, 1, frames, 1, 1)
     if kind == "audio frozen":
         return nest([by_frame, torch.zeros(batch, 1, latents[1].shape[2], 1)])
+    if kind == "all in part":
+        # Where every token is kept in part ComfyUI takes other gates than the reference (transformer.md section 18.3):
+        # those of the sample and the token that is kept least.
+        by_frame[0], by_frame[1], by_frame[1, :, 0] = 0.5, 0.9, 0.2
+        audio = torch.full((batch, 1, latents[1].shape[2], 1), 0.7)
+        audio[0] = 0.4
+        return nest([by_frame, audio])
     if kind == "frames":
         by_frame[:, :, 0], by_frame[:, :, -1] = 0.0, 0.3
         audio = torch.ones(batch, 1, latents[1].shape[2], 1)
@@ -123,17 +135,35 @@ def noise_mask(kind: str, latents: list, generator: torch.Generator):
         return mask
     assert kind == "larger"
     mask = torch.rand((1, 1, 2 * frames, 3 * height, 2 * width), generator=generator)
-    # Where every token is kept in part ComfyUI takes other gates than the reference (transformer.md section 18.3).
+    # Some token is generated in full: the same gates as the reference's.
     mask[..., :width] = 1
     return mask
 
 
 def add_guides(case: dict, conditioning: list, latent, mask, generator: torch.Generator, tensors: dict) -> tuple:
-    """What LTXVAddGuide does after it encoded an image: append latent, mask, positions and attention entry."""
+    """What LTXVAddGuide does after it encoded an image: append latent, mask, positions and attention entry.
+
+    Core has no node that appends a slot, but its model reads them: an empty frame that is generated in full, named by
+    generated_keyframes.
+    """
     if mask is None:
         mask = torch.ones(latent.shape[0], 1, latent.shape[2], 1, 1)
     batch, channels, _, height, width = latent.shape
+    has_entries = any("slot" not in guide for guide in case["guides"])
     for index, guide in enumerate(case["guides"]):
+        if "slot" in guide:
+            empty = torch.zeros(batch, channels, 1, height, width)
+            slots = conditioning[0][1].get("generated_keyframes") or {
+                "first_latent_frame": latent.shape[2], "num_keyframes": 0, "tokens_per_frame": height * width,
+            }
+            conditioning = node_helpers.conditioning_set_values(
+                conditioning, {"generated_keyframes": {**slots, "num_keyframes": slots["num_keyframes"] + 1}})
+            conditioning, _, latent, mask = LTXVAddGuide.append_keyframe(
+                conditioning, conditioning, guide["slot"], latent, mask, empty, 0.0, (8, 32, 32))
+            if has_entries:
+                conditioning, _ = _append_guide_attention_entry(
+                    conditioning, conditioning, height * width, [1, height, width], strength=1.0)
+            continue
         factor = guide.get("downscale", 1)
         shape = (batch, channels, guide["frames"], height // factor, width // factor)
         encoded = torch.randn(shape, generator=generator)
@@ -154,8 +184,8 @@ def add_guides(case: dict, conditioning: list, latent, mask, generator: torch.Ge
     return conditioning, latent, mask
 
 
-def run_case(model, case: dict, drawn: list) -> tuple[dict, list]:
-    """Tensors by name, and the conditioning's guide_attention_entries without their masks."""
+def run_case(model, case: dict, drawn: list) -> tuple[dict, dict]:
+    """Tensors by name, and the conditioning's values about guides, without masks."""
     generator = torch.Generator().manual_seed(7)
     shapes = [(case["batch"], 128, *case["video"])]
     if case["audio"]:
@@ -168,15 +198,15 @@ def run_case(model, case: dict, drawn: list) -> tuple[dict, list]:
     if case["text_tokens"] > 0:
         conditioning[0][1]["unprocessed_ltxav_embeds"] = True
 
-    tensors, entries, negative = {"text": text}, [], conditioning
+    tensors, negative = {"text": text}, conditioning
     mask = noise_mask(case["mask"], latents, generator) if "mask" in case else None
     if "guides" in case:
         masks = [None] if mask is None else list(parts(mask))
         conditioning, latents[0], masks[0] = add_guides(case, conditioning, latents[0], masks[0], generator, tensors)
         mask, negative = nest(masks), conditioning
         tensors["cond.keyframe_idxs"] = conditioning[0][1]["keyframe_idxs"]
-        entries = [{k: v for k, v in entry.items() if k != "pixel_mask"}
-                   for entry in conditioning[0][1]["guide_attention_entries"]]
+    entries = [{k: v for k, v in entry.items() if k != "pixel_mask"}
+               for entry in conditioning[0][1].get("guide_attention_entries", ())]
     if "cfg" in case:
         tensors["negative"] = torch.randn((1, abs(case["text_tokens"]), width), generator=generator)
         negative = [[tensors["negative"], dict(conditioning[0][1])]]
@@ -209,26 +239,29 @@ def run_case(model, case: dict, drawn: list) -> tuple[dict, list]:
             tensors[f"{name}.{stream}"] = tensor.clone()
     for step, packed in enumerate(drawn):
         tensors[f"step{step}.packed_noise"] = packed
-    return tensors, entries
+    return tensors, {"entries": entries, "generated_keyframes": conditioning[0][1].get("generated_keyframes")}
 
 
 def main() -> None:
     OUT.mkdir(parents=True, exist_ok=True)
-    checkpoint = OUT / "tiny-2.3-transformer.safetensors"
-    write_checkpoint(checkpoint)
     # Which order this ComfyUI has shows in its code: the version that fused RMS-AdaLN also normalises the video again.
     reads_after = "rms_adaln" in comfy.ldm.lightricks.av_model.BasicAVTransformerBlock.forward.__code__.co_names
     drawn: list = []
     record_ancestral_noise(drawn)
     with torch.inference_mode():
-        model = comfy.sd.load_diffusion_model(str(checkpoint), {"dtype": torch.float32})
-        for name, case in CASES.items():
-            tensors, entries = run_case(model, case, drawn)
-            tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
-            about = {"v2a_reads_video_after_a2v": json.dumps(reads_after), "comfyui": comfyui_version,
-                     "case": json.dumps({**case, "seed": SEED, "entries": entries}), "torch": torch.__version__}
-            save_file(tensors, OUT / f"native_{name}.safetensors", about)
-            print(name, {key: float(tensor.std()) for key, tensor in tensors.items() if key.startswith("result")})
+        for flavour in FLAVOURS:
+            checkpoint = OUT / f"tiny-{flavour}-transformer.safetensors"
+            write_checkpoint(checkpoint, flavour)
+            model = comfy.sd.load_diffusion_model(str(checkpoint), {"dtype": torch.float32})
+            for name, case in CASES.items():
+                if case.get("flavour", "2.3") != flavour:
+                    continue
+                tensors, guides = run_case(model, case, drawn)
+                tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
+                about = {"v2a_reads_video_after_a2v": json.dumps(reads_after), "comfyui": comfyui_version,
+                         "case": json.dumps({**case, "seed": SEED, **guides}), "torch": torch.__version__}
+                save_file(tensors, OUT / f"native_{name}.safetensors", about)
+                print(name, {key: float(tensor.std()) for key, tensor in tensors.items() if key.startswith("result")})
 
 
 if __name__ == "__main__":

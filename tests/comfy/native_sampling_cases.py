@@ -3,7 +3,9 @@ DISTILLED = [1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.
 STAGE2 = [0.909375, 0.725, 0.421875, 0.0]
 # frames, height, width are of the video latent; audio: latent frames or 0; start: a non-zero latent goes in;
 # text_tokens > 0: raw projections of so many tokens, the connectors run; < 0: that many tokens of finished context.
-# mask: which noise mask goes in. guides: what LTXVAddGuide appends, in this order. cfg: CFG with a negative prompt.
+# mask: which noise mask goes in. guides: what LTXVAddGuide appends, in this order; a slot is a keyframe that is to be
+# generated, as `generated_keyframes` names it. cfg: CFG with a negative prompt.
+# flavour: of the checkpoint. "2.3" runs on every ComfyUI, "2.5" from 0.32 on.
 CASES = {
     "euler": dict(sampler="euler", sigmas=DISTILLED, batch=1, video=(3, 2, 3), audio=17,
                   frame_rate=24.0, text_tokens=37, start=False),
@@ -38,5 +40,20 @@ CASES = {
                                 dict(frame=0, frames=3, strength=0.8, downscale=2)]),
     "cfg": dict(sampler="euler", sigmas=STAGE2, batch=1, video=(2, 2, 3), audio=9, frame_rate=24.0, text_tokens=-16,
                 start=True, cfg=3.0),
+    "ltx25": dict(flavour="2.5", sampler="euler_ancestral", sigmas=DISTILLED, batch=1, video=(3, 2, 3), audio=17,
+                  frame_rate=24.0, text_tokens=37, start=False),
+    "ltx25_video_only": dict(flavour="2.5", sampler="euler", sigmas=STAGE2, batch=1, video=(3, 2, 3), audio=0,
+                             frame_rate=24.0, text_tokens=-16, start=True),
+    "ltx25_guides": dict(flavour="2.5", sampler="euler", sigmas=DISTILLED, batch=1, video=(3, 2, 4), audio=9,
+                         frame_rate=24.0, text_tokens=-16, start=False,
+                         guides=[dict(frame=0, frames=1, strength=0.7), dict(frame=16, frames=1, strength=0.7)]),
+    "kept_in_part": dict(flavour="2.5", sampler="euler", sigmas=STAGE2, batch=2, video=(2, 2, 3), audio=9,
+                         frame_rate=24.0, text_tokens=-16, start=True, mask="all in part"),
+    "slots": dict(flavour="2.5", sampler="euler_ancestral", sigmas=DISTILLED, batch=1, video=(3, 2, 4), audio=9,
+                  frame_rate=24.0, text_tokens=-16, start=False, guides=[dict(slot=5), dict(slot=12)]),
+    "slots_and_guides": dict(flavour="2.5", sampler="euler_ancestral", sigmas=STAGE2, batch=2, video=(3, 2, 4),
+                             audio=9, frame_rate=25.0, text_tokens=-16, start=True, mask="frames",
+                             guides=[dict(frame=0, frames=3, strength=0.8, downscale=2), dict(slot=4), dict(slot=11),
+                                     dict(frame=8, frames=1, strength=0.6)]),
 }
 SEED = 1234

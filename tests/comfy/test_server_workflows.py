@@ -19,6 +19,9 @@ FRAME_RATE = 24
 SAMPLE_RATE = 48000
 # Sound ends 30 ms before its latent does, the latent at most 20 ms beside the video, and AAC has frames of 21 ms.
 LARGEST_GAP_S = 0.05
+# Inputs that a newer core node has under another name than the bundled files; it still takes the old one. SaveVideo's
+# codec moved under its format in 0.33.
+RENAMED_SINCE = {("SaveVideo", "format.codec"): "codec"}
 # The workflow whose sound goes into the file as it was loaded.
 GIVEN_SOUND = "audio_to_video"
 
@@ -66,7 +69,11 @@ def test_offline_conversion_gives_the_api_twin(object_info, name):
     assert set(converted) == set(twin)
     for node_id, node in twin.items():
         assert converted[node_id]["class_type"] == node["class_type"]
-        assert converted[node_id]["inputs"] == node["inputs"], node_id
+        inputs = {
+            RENAMED_SINCE.get((node["class_type"], name), name): value
+            for name, value in converted[node_id]["inputs"].items()
+        }
+        assert inputs == node["inputs"], node_id
 
 
 def test_the_files_are_what_the_script_makes(object_info, server):
