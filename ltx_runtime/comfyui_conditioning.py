@@ -3,9 +3,9 @@
 ComfyUI appends a guide's latent frames to the video latent; `keyframe_idxs` in the conditioning holds the pixel
 intervals of their tokens, `guide_attention_entries` what attention to them is worth, `generated_keyframes` which of
 them are to be generated, and a mask value below 0 means that a cell is no token (a guide on a coarser grid leaves such
-holes).
+holes). `ref_audio` is the sound of a voice that stands in the conditioning alone.
 
-Source: comfyui.md sections 2.3, 2.4 and 2.5, transformer.md section 11; the behaviour is ComfyUI 0.30's.
+Source: comfyui.md sections 2.3, 2.4 and 2.5, transformer.md section 11; the behaviour is that of ComfyUI 0.30 to 0.33.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .conditioning import TokenState, audio_state, text_to_video_state
+from .conditioning import TokenState, append_reference_audio, audio_state, text_to_video_state
 from .errors import RequestError, ShapeError
 from .patchify import patchify_video
 from .shapes import AudioLatentShape, VideoLatentShape
@@ -58,19 +58,23 @@ def resize_mask(mask: Tensor, shape: VideoLatentShape | AudioLatentShape) -> Ten
     return mask[:, :1].repeat(repeats, *[1] * (mask.ndim - 1))[: shape.batch]
 
 
-def audio_state_from_comfyui(latent: Tensor, noise_mask: Tensor | None = None) -> TokenState:
-    """latent: (B, 8, T, 16). noise_mask: 1 = generate, 0 = keep. Raises RequestError when it differs between mel
-    bins."""
+def audio_state_from_comfyui(
+    latent: Tensor, noise_mask: Tensor | None = None, reference: Tensor | None = None
+) -> TokenState:
+    """latent: (B, 8, T, 16). noise_mask: 1 = generate, 0 = keep. reference: tokens of `ref_audio`, (B or 1, n, 128).
+
+    Raises RequestError when the mask differs between mel bins, ShapeError for a reference of another width.
+    """
     shape = AudioLatentShape(*latent.shape)
     state = audio_state(shape, latent)
-    if noise_mask is None:
-        return state
-    mask = resize_mask(noise_mask, shape)
-    if bool((mask != mask[..., :1]).any()):
-        raise RequestError(
-            "the audio noise mask differs between mel bins; a token of sound is kept or generated as a whole."
-        )
-    return dataclasses.replace(state, denoise_mask=mask[:, 0, :, :1].to(latent.device))
+    if noise_mask is not None:
+        mask = resize_mask(noise_mask, shape)
+        if bool((mask != mask[..., :1]).any()):
+            raise RequestError(
+                "the audio noise mask differs between mel bins; a token of sound is kept or generated as a whole."
+            )
+        state = dataclasses.replace(state, denoise_mask=mask[:, 0, :, :1].to(latent.device))
+    return state if reference is None else append_reference_audio(state, reference)
 
 
 def video_state_from_comfyui(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .errors import RequestError, ShapeError
 from .patchify import audio_positions, frame_positions, patchify_audio, patchify_video, video_positions
-from .shapes import AudioLatentShape, VideoLatentShape
+from .shapes import AUDIO_LATENTS_PER_SECOND, AudioLatentShape, VideoLatentShape
 from .tensor_tree import map_tensors
 
 
@@ -44,6 +44,8 @@ class TokenState:
     appended_frames: int | None = 0
     # (N,) int64, each token's cell on that longer grid. None: all cells, in order.
     cells: Tensor | None = None
+    # How many appended tokens, at the end, ComfyUI's latent does not hold (a reference voice): they have no noise there.
+    outside_latent: int = 0
 
     @property
     def tokens(self) -> int:
@@ -218,6 +220,33 @@ def append_reference(
         time = (time - (temporal_ratio - 1) / frame_rate).clamp_(min=0)
     positions = torch.cat((time, space), dim=1)
     return _append(state, latent, positions, 1 - strength, attention_strength=attention_strength)
+
+
+def append_reference_audio(state: TokenState, tokens: Tensor) -> TokenState:
+    """Append the sound of a voice that the sound to be generated should have (ID-LoRA). It is given, and ends one latent
+    frame before the clip begins, so that its times are negative.
+
+    tokens: (B or 1, T, C * mel), any float dtype, as patchify_audio makes them. Raises ShapeError when they don't fit.
+    Source: what ComfyUI 0.30 to 0.33 do with `ref_audio`; the reference pipelines have no such thing.
+    """
+    batch, _, features = state.clean.shape
+    if tokens.ndim != 3 or tokens.shape[0] not in (1, batch) or tokens.shape[1] < 1 or tokens.shape[2] != features:
+        raise ShapeError(
+            f"the reference sound (ref_audio) has shape {tuple(tokens.shape)}, expected ({batch} or 1, tokens, "
+            f"{features}). Encode it with the audio VAE of this model."
+        )
+    clean = tokens.to(state.clean.device, torch.float32).expand(batch, -1, -1)
+    positions = audio_positions(tokens.shape[1], device=state.positions.device)
+    positions = positions - (float(positions.max()) + 1 / AUDIO_LATENTS_PER_SECOND)
+    mask = state.denoise_mask.new_zeros(batch, tokens.shape[1], 1)
+    return dataclasses.replace(
+        state,
+        initial=torch.cat((state.initial, clean), dim=1),
+        clean=torch.cat((state.clean, clean), dim=1),
+        denoise_mask=torch.cat((state.denoise_mask, mask), dim=1),
+        positions=torch.cat((state.positions, positions.expand(batch, -1, -1, -1)), dim=2),
+        outside_latent=tokens.shape[1],
+    )
 
 
 def temporal_region(state: TokenState, start: float, end: float) -> TokenState:

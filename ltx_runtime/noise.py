@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 
 import torch
+import torch.nn.functional as F
 
 from .conditioning import TokenState
 from .errors import RequestError
@@ -87,7 +88,8 @@ class SdeNoise:
 class ComfyNoise:
     """Bit-equal to ComfyUI's: start noise float32 on the CPU, latent layout, video then audio from one generator seeded
     `seed`; ancestral noise one draw a step over the packed (video, audio) latent, on the latent's device, seeded `seed`
-    (`seed + 1` on the CPU). Appended tokens are latent frames behind the target's, and get the noise of their cells.
+    (`seed + 1` on the CPU). Appended tokens are latent frames behind the target's, and get the noise of their cells; those
+    outside the latent get none.
 
     start: noise that a NOISE socket made, (video (B,C,F,H,W) or None, audio (B,C,T,mel) or None), instead of the draw.
     """
@@ -133,5 +135,7 @@ class ComfyNoise:
                 continue
             check_noise(latent, state, name)
             drawn = to_tokens(latent.to(self._device, torch.float32))
-            tokens.append(drawn.contiguous() if state.cells is None else drawn[:, state.cells])
+            if state.cells is not None:
+                drawn = drawn[:, state.cells]
+            tokens.append(F.pad(drawn, (0, 0, 0, state.outside_latent)).contiguous())
         return tokens[0], tokens[1]

@@ -132,9 +132,9 @@ def _check_state(state: TokenState, name: str, config: TransformerConfig) -> Non
         raise RequestError(
             f"the {name} mask runs from {low:g} to {high:g}; it must lie between 0 (keep) and 1 (generate)."
         )
-    target = state.shape.tokens
-    if state.tokens > target:
-        times, clip_end = state.positions[:, 0, target:], state.positions[:, 0, :target].max()
+    target, inside = state.shape.tokens, state.tokens - state.outside_latent
+    if inside > target:
+        times, clip_end = state.positions[:, 0, target:inside], state.positions[:, 0, :target].max()
         outside = (times[..., 0] >= clip_end) | (times[..., 1] <= 0)
         if bool(outside.any()):
             start, end = times[outside][0].tolist()

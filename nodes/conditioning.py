@@ -25,16 +25,20 @@ _WITHOUT_EFFECT = ("pooled_output",)
 _NEUTRAL: dict[str, Any] = {"start_percent": 0.0, "end_percent": 1.0, "strength": 1.0}
 # Guides as native nodes emit them; comfyui_conditioning.py reads them.
 _GUIDE_KEYS = {"keyframe_idxs": torch.Tensor, "guide_attention_entries": (list, tuple), "generated_keyframes": dict}
-_READ = ("unprocessed_ltxav_embeds", "frame_rate", *_GUIDE_KEYS)
+# The sound of a reference voice: {"tokens": (B, T, features)}.
+_VOICE_KEY = "ref_audio"
+_READ = ("unprocessed_ltxav_embeds", "frame_rate", _VOICE_KEY, *_GUIDE_KEYS)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A CONDITIONING in plain values. guides: its keys about guides, as they came. notes: what the report should say."""
+    """A CONDITIONING in plain values. guides: its keys about guides, as they came. voice: (B, T, features), tokens of a
+    reference sound, or None. notes: what the report should say."""
 
     text: TextFeatures
     frame_rate: float
     guides: dict[str, Any]
+    voice: torch.Tensor | None
     notes: tuple[str, ...]
 
 
@@ -73,19 +77,45 @@ def read_conditioning(conditioning: Any, name: str, config: TransformerConfig) -
     for key, value in guides.items():
         if not isinstance(value, _GUIDE_KEYS[key]):
             raise RequestError(f"{name}: {key} is a {type(value).__name__}; LTXVAddGuide writes something else there.")
-    return Prompt(TextFeatures(features.float(), processed=not unprocessed), frame_rate, guides, notes)
+    voice = _read_voice(settings, name)
+    if voice is not None:
+        notes += (
+            f"{name}: a reference voice of {voice.shape[1]} tokens conditions the sound. The identity guidance of "
+            f"LTXVReferenceAudio is in its model output, which LTX Graph does not take: it is off here",
+        )
+    text = TextFeatures(features.float(), processed=not unprocessed)
+    return Prompt(text, frame_rate, guides, voice, notes)
 
 
 def check_same_guides(positive: Prompt, negative: Prompt) -> None:
-    """Raise RequestError unless both prompts belong to one clip: the same frame rate and the same guides."""
+    """Raise RequestError unless both prompts belong to one clip: the same frame rate, guides and reference voice."""
     if negative.frame_rate != positive.frame_rate:
         raise RequestError(
             f"negative: frame_rate={negative.frame_rate:g}, positive has {positive.frame_rate:g}. Set it on both "
             f"(LTXVConditioning)."
         )
-    ours, theirs = (prompt.guides.get("keyframe_idxs") for prompt in (positive, negative))
-    if (ours is None) != (theirs is None) or (ours is not None and not torch.equal(ours, theirs)):
+    if not _same(*(prompt.guides.get("keyframe_idxs") for prompt in (positive, negative))):
         raise RequestError("negative: its guides are not those of positive. Take both from the same guide node.")
+    if not _same(positive.voice, negative.voice):
+        raise RequestError(
+            "negative: its reference voice (ref_audio) is not that of positive. Take both from the same node."
+        )
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def _read_voice(settings: dict[str, Any], name: str) -> torch.Tensor | None:
+    voice = settings.get(_VOICE_KEY)
+    if voice is None:
+        return None
+    tokens = voice.get("tokens") if isinstance(voice, dict) else None
+    if not isinstance(tokens, torch.Tensor):
+        raise RequestError(
+            f"{name}: {_VOICE_KEY} is a {type(voice).__name__}; LTXVReferenceAudio writes a dict with its tokens there."
+        )
+    return tokens
 
 
 def _refuse_unknown(settings: dict[str, Any], name: str) -> None:

@@ -241,7 +241,9 @@ def read_job(
     elif prompt.guides:
         raise RequestError("positive: it names guides of a video, and latent_image holds sound only.")
     if latent.audio is not None:
-        audio = audio_state_from_comfyui(latent.audio.float(), masks.get("audio"))
+        audio = audio_state_from_comfyui(latent.audio.float(), masks.get("audio"), prompt.voice)
+    elif prompt.voice is not None:
+        raise RequestError("positive: it holds a reference voice (ref_audio), and latent_image holds no sound.")
     request = SampleRequest(
         video=video,
         audio=audio,

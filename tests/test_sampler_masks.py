@@ -20,6 +20,7 @@ from ltx_runtime.conditioning import (
     append_clip,
     append_keyframe,
     append_reference,
+    append_reference_audio,
     append_slots,
     audio_state,
     freeze,
@@ -94,6 +95,47 @@ def test_a_masked_loop_is_the_naive_loop(convention, sampler_name, image, sound)
     assert (patchify_video(result.video) - expected["video"][:, :12]).abs().max() <= TOLERANCE
     assert (patchify_audio(result.audio) - expected["audio"]).abs().max() <= TOLERANCE
     assert (patchify_video(result.appended) - expected["video"][:, 12:]).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_a_reference_voice_is_heard_and_is_not_in_the_result(convention, sound):
+    """Against the naive loop; the same noise for the sound that is generated; each voice another result."""
+    features = patchify_audio(sound).shape[2]
+    voice = random(1, 4, features, seed=21)
+    plain = audio_state_from_comfyui(sound)
+    audio = audio_state_from_comfyui(sound, reference=voice)
+    request = tiny_request(audio=audio, noise_convention=convention, sampler="euler_ancestral")
+    dtypes = [torch.float32] * (convention == "reference")
+    source = {"reference": ReferenceNoise, "comfyui": ComfyNoise}[convention](3, torch.device("cpu"), *dtypes)
+    drawn = source.initial(request.video, audio)
+    start = {"video": drawn[0], "audio": drawn[1]}
+    if convention == "reference":
+        start = {k: torch.lerp(request.states[k].clean, v, request.states[k].denoise_mask) for k, v in start.items()}
+    else:
+        without = ComfyNoise(3, torch.device("cpu")).initial(request.video, plain)
+        assert torch.equal(drawn[0], without[0]) and torch.equal(drawn[1][:, : plain.tokens], without[1])
+        assert not bool(drawn[1][:, plain.tokens :].any())
+    noise = [dict(zip(("video", "audio"), source.step(request.video, audio))) for _ in range(3)]
+    expected = naive_loop(request, start, [*noise, None])
+    result = sampled(request)
+    assert result.audio.shape == sound.shape
+    assert (patchify_audio(result.audio) - expected["audio"][:, : plain.tokens]).abs().max() <= TOLERANCE
+    other = audio_state_from_comfyui(sound, reference=voice + 1)
+    for state in (plain, other):
+        assert (sampled(dataclasses.replace(request, audio=state)).audio - result.audio).abs().max() > 0.01
+
+
+def test_a_reference_voice_ends_one_latent_frame_before_the_clip(sound):
+    features = patchify_audio(sound).shape[2]
+    batch = append_reference_audio(audio_state(audio_shape(), sound), torch.ones(1, 2, features))
+    expected = torch.tensor([[-0.09, -0.08], [-0.08, -0.04]])
+    assert torch.allclose(batch.positions[0, 0, -2:], expected, atol=1e-6) and not bool(batch.denoise_mask[:, -2:].any())
+    for shape in ((1, 2, features + 1), (3, 2, features), (1, 0, features), (2, features)):
+        with pytest.raises(ShapeError, match="ref_audio"):
+            append_reference_audio(audio_state(audio_shape(), sound), torch.ones(shape))
+    broken = append_reference_audio(audio_state(audio_shape(), sound), torch.full((1, 2, features), float("nan")))
+    with pytest.raises(RequestError, match="audio latent holds NaN"):
+        sampled(tiny_request(audio=broken))
 
 
 @pytest.mark.parametrize("sampler_name", ["euler", "euler_ancestral", "res_2s"])

@@ -207,6 +207,11 @@ def run_case(model, case: dict, drawn: list) -> tuple[dict, dict]:
         tensors["cond.keyframe_idxs"] = conditioning[0][1]["keyframe_idxs"]
     entries = [{k: v for k, v in entry.items() if k != "pixel_mask"}
                for entry in conditioning[0][1].get("guide_attention_entries", ())]
+    if "voice" in case:
+        sound = torch.randn((1, case["voice"], 128), generator=generator)
+        tensors["cond.ref_audio"] = sound
+        conditioning = node_helpers.conditioning_set_values(conditioning, {"ref_audio": {"tokens": sound}})
+        negative = conditioning
     if "cfg" in case:
         tensors["negative"] = torch.randn((1, abs(case["text_tokens"]), width), generator=generator)
         negative = [[tensors["negative"], dict(conditioning[0][1])]]

@@ -4,7 +4,8 @@ STAGE2 = [0.909375, 0.725, 0.421875, 0.0]
 # frames, height, width are of the video latent; audio: latent frames or 0; start: a non-zero latent goes in;
 # text_tokens > 0: raw projections of so many tokens, the connectors run; < 0: that many tokens of finished context.
 # mask: which noise mask goes in. guides: what LTXVAddGuide appends, in this order; a slot is a keyframe that is to be
-# generated, as `generated_keyframes` names it. cfg: CFG with a negative prompt.
+# generated, as `generated_keyframes` names it. voice: latent frames of a reference sound, `ref_audio`. cfg: CFG with a
+# negative prompt.
 # flavour: of the checkpoint. "2.3" runs on every ComfyUI, "2.5" from 0.32 on.
 CASES = {
     "euler": dict(sampler="euler", sigmas=DISTILLED, batch=1, video=(3, 2, 3), audio=17,
@@ -40,6 +41,10 @@ CASES = {
                                 dict(frame=0, frames=3, strength=0.8, downscale=2)]),
     "cfg": dict(sampler="euler", sigmas=STAGE2, batch=1, video=(2, 2, 3), audio=9, frame_rate=24.0, text_tokens=-16,
                 start=True, cfg=3.0),
+    "voice": dict(sampler="euler_ancestral", sigmas=DISTILLED, batch=1, video=(3, 2, 3), audio=17, frame_rate=24.0,
+                  text_tokens=-16, start=False, voice=6),
+    "voice_and_masks": dict(sampler="euler", sigmas=STAGE2, batch=2, video=(2, 2, 3), audio=9, frame_rate=24.0,
+                            text_tokens=-16, start=True, mask="frames", voice=1, cfg=3.0),
     "ltx25": dict(flavour="2.5", sampler="euler_ancestral", sigmas=DISTILLED, batch=1, video=(3, 2, 3), audio=17,
                   frame_rate=24.0, text_tokens=37, start=False),
     "ltx25_video_only": dict(flavour="2.5", sampler="euler", sigmas=STAGE2, batch=1, video=(3, 2, 3), audio=0,

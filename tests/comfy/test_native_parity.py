@@ -56,7 +56,10 @@ class Native:
 
     @functools.cached_property
     def states(self) -> dict:
-        """Our reading of what ComfyUI was given: token states by stream, None for an absent one."""
+        """Our reading of the latent: token states by stream, None for an absent one."""
+        return self.read_states(voice=None)
+
+    def read_states(self, voice: torch.Tensor | None) -> dict:
         entries = [
             {**entry, "pixel_mask": self.tensors.get(f"cond.pixel_mask.{index}")}
             for index, entry in enumerate(self.case["entries"])
@@ -71,7 +74,7 @@ class Native:
         )
         audio = None
         if self.case["audio"]:
-            audio = audio_state_from_comfyui(self.tensors["latent.audio"], self.tensors.get("mask.audio"))
+            audio = audio_state_from_comfyui(self.tensors["latent.audio"], self.tensors.get("mask.audio"), voice)
         return {"video": video, "audio": audio}
 
     def tokens(self, name: str, stream: str) -> torch.Tensor:
@@ -97,7 +100,7 @@ class Native:
 
         spec = GuidanceSpec(cfg_scale=self.case.get("cfg", 1.0))
         return SampleRequest(
-            **self.states,
+            **self.read_states(voice=self.tensors.get("cond.ref_audio")),
             text=text("text"),
             sigmas=sigmas,
             seed=self.case["seed"],

@@ -230,7 +230,7 @@ def test_latents_that_are_none_of_ltx(client, kind, words):
     assert all(word in text for word in words), text
 
 
-@pytest.mark.parametrize("key", ["ref_audio", "control", "a_future_key"])
+@pytest.mark.parametrize("key", ["area", "control", "a_future_key"])
 def test_conditioning_keys_are_refused_not_ignored(client, key):
     prompt = sampled(positive=["keyed", 0])
     prompt["keyed"] = node("LTXTestConditioningKey", conditioning=["positive", 0], key=key, value=1.0)

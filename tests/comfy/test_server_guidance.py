@@ -81,3 +81,32 @@ def test_guides_of_another_latent_are_refused(client):
     prompt["keyed"] = node("LTXTestConditioningKey", conditioning=["positive", 0], key="keyframe_idxs", value=1.0)
     prompt["sampler"]["inputs"]["positive"] = ["keyed", 0]
     assert "positive: keyframe_idxs is a float" in failure(client, prompt)
+
+
+def with_voice(**changes) -> dict:
+    prompt = prompts.render()
+    prompt["voice"] = node("LTXTestVoice", conditioning=["positive", 0], tokens=5, seed=1)
+    prompt["sampler"]["inputs"] |= {"positive": ["voice", 0], **changes}
+    return prompt
+
+
+def test_a_reference_voice_is_honoured_and_reported(client, base, frames_of):
+    plain, voice = frames_of(client.run(prompts.render())), frames_of(client.run(with_voice()))
+    assert voice.shape == plain.shape and not np.array_equal(voice, plain)
+    notes = last_notes(base)
+    assert "a reference voice of 5 tokens" in notes and "identity guidance of LTXVReferenceAudio" in notes
+
+
+def test_a_reference_voice_that_can_not_be_heard_is_refused(client):
+    silent = with_voice()
+    silent["latent"]["inputs"]["with_audio"] = False
+    assert "latent_image holds no sound" in failure(client, silent)
+    other = with_voice(negative=["other voice", 0], guidance=["guidance", 0])
+    other["other voice"] = node("LTXTestVoice", conditioning=["positive", 0], tokens=5, seed=2)
+    other["guidance"] = node("LTXGraphGuidance", **GUIDANCE | {"video_cfg": 2.0})
+    assert "negative: its reference voice (ref_audio) is not that of positive" in failure(client, other)
+    other["sampler"]["inputs"]["negative"] = ["positive", 0]
+    assert "negative: its reference voice (ref_audio) is not that of positive" in failure(client, other)
+    junk = with_voice()
+    junk["voice"] = node("LTXTestConditioningKey", conditioning=["positive", 0], key="ref_audio", value=1.0)
+    assert "positive: ref_audio is a float" in failure(client, junk)

@@ -103,6 +103,22 @@ class LTXTestConditioningJunk:
         return ([[features, {**settings, key: [None] * 50_000 + [object()]}] for features, settings in conditioning],)
 
 
+class LTXTestVoice:
+    """A CONDITIONING with the sound of a reference voice, as LTXVReferenceAudio writes it."""
+
+    RETURN_TYPES = ("CONDITIONING",)
+    FUNCTION = "run"
+    CATEGORY = "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"conditioning": ("CONDITIONING",), "tokens": ("INT",), "seed": ("INT",)}}
+
+    def run(self, conditioning, tokens, seed):
+        sound = torch.randn((1, tokens, 128), generator=torch.Generator().manual_seed(seed))
+        return ([[features, {**settings, "ref_audio": {"tokens": sound}}] for features, settings in conditioning],)
+
+
 class LTXTestShiftGuides:
     """A CONDITIONING whose guides stand some frames later."""
 
@@ -241,6 +257,7 @@ NODE_CLASS_MAPPINGS = {
         LTXTestLatent,
         LTXTestConditioningKey,
         LTXTestConditioningJunk,
+        LTXTestVoice,
         LTXTestShiftGuides,
         LTXTestVideoNoise,
         LTXTestDescribe,
