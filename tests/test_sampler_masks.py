@@ -129,7 +129,8 @@ def test_a_reference_voice_ends_one_latent_frame_before_the_clip(sound):
     features = patchify_audio(sound).shape[2]
     batch = append_reference_audio(audio_state(audio_shape(), sound), torch.ones(1, 2, features))
     expected = torch.tensor([[-0.09, -0.08], [-0.08, -0.04]])
-    assert torch.allclose(batch.positions[0, 0, -2:], expected, atol=1e-6) and not bool(batch.denoise_mask[:, -2:].any())
+    assert torch.allclose(batch.positions[0, 0, -2:], expected, atol=1e-6)
+    assert not bool(batch.denoise_mask[:, -2:].any())
     for shape in ((1, 2, features + 1), (3, 2, features), (1, 0, features), (2, features)):
         with pytest.raises(ShapeError, match="ref_audio"):
             append_reference_audio(audio_state(audio_shape(), sound), torch.ones(shape))
