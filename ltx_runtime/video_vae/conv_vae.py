@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -105,8 +106,9 @@ class ConvDecoder(nn.Module):
     def forward(self, x: Tensor, chunk_frames: int) -> Iterator[Tensor]:
         """Denormalised latents (B, C, F, H, W) to unclamped pixels (B, 3, n, 32H, 32W) in the weights' dtype: the
         8(F-1)+1 frames piece after piece, chunk_frames latent frames at a time."""
-        for patches in run_in_chunks(self.layers(), [(x, True)], chunk_frames):
-            yield conv_pointwise.unpatchify(patches, self.patch_size)
+        pieces = run_in_chunks(self.layers(), [(x, True)], chunk_frames)
+        # Not a loop: its variable would keep a piece alive while the next one is computed.
+        return map(partial(conv_pointwise.unpatchify, patch=self.patch_size), pieces)
 
 
 class ConvEncoder(nn.Module):

@@ -70,7 +70,8 @@ def run_in_chunks(
             layer, rate = layers[depth]
             limit = rate * chunk_frames
             if frames.shape[2] > limit:
-                waiting.append((depth, frames[:, :, limit:], last))
+                # A copy: a view would keep the part that goes on now alive, through all the layers behind.
+                waiting.append((depth, frames[:, :, limit:].clone(), last))
                 frames, last = frames[:, :, :limit], False
             frames = layer(frames, memory, last)
             # An empty piece goes on only as the sign that the clip is over.

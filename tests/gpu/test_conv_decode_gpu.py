@@ -16,8 +16,8 @@ from ltx_runtime.video_vae import AskedSizes, VideoVAE, cells, conv_pointwise
 
 # clips, frames, height, width
 GRIDS = [(1, 1, 1, 1), (1, 9, 33, 47), (2, 4, 16, 24), (1, 1, 7, 5)]
-# Relative rms; rounding a result to bfloat16 gives 1.7e-3.
-ROUNDED_ONCE = 2e-3
+# Relative rms, of results as small as 12 values; of many values it is 1.7e-3.
+ROUNDED_ONCE = 2**-8
 
 
 class RandomVAE(VideoVAE):
