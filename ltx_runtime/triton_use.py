@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from .memory import is_out_of_memory
+
 logger = logging.getLogger("ltxgraph")
 
 # Why Triton can't run in this process, found out by the first launch: a fact about the process, hence module level.
@@ -35,9 +37,9 @@ def try_triton(launch: Callable[[], None], what: str) -> bool:
     global _failure
     try:
         launch()
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
+        if is_out_of_memory(error):  # of the tensors, or of the kernel's own code
+            raise
         # Triton builds a launcher with the system's C compiler and raises what its parts raise. In a capture the error
         # is the capture's.
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():

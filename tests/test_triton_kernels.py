@@ -46,7 +46,7 @@ def test_the_kernels_compute_what_the_plain_paths_do():
     assert done.returncode == 0, done.stderr
     lines = [line.rsplit(maxsplit=2) for line in done.stdout.splitlines()]
     cases = len(CONV) * (3 * len(CONV_CHANNELS) + 16 + 2)
-    assert len(lines) == len(ATTENTION) + 2 * len(POINTWISE) + cases + 4
+    assert len(lines) == len(ATTENTION) + 4 * len(POINTWISE) + cases + 4
     bad = [name for name, error, tolerance in lines if not float(error) <= float(tolerance)]
     assert not bad, done.stdout
 
@@ -60,6 +60,8 @@ def main() -> None:
         tolerance = 8 * torch.finfo(dtype).eps
         print("split_norm_rope", split_norm_rope_error(head_dim, dtype), tolerance)
         print("silu_mul", silu_mul_error(dtype), tolerance)
+        print("rms_norm", rms_norm_error(head_dim, dtype), tolerance)
+        print("add_cells", add_cells_error(head_dim, dtype), tolerance)
     for *shape, dtype in CONV:
         for name, error in conv_errors(shape, dtype):
             # The plain path rounds up to four times, the sums reach 6.
@@ -94,6 +96,41 @@ def split_norm_rope_error(head_dim, dtype) -> float:
         module.split_norm_rope(qkv, *weights, tables, first, q[:, 1:3], k, v)
         results.append((q, k, v))
     return max((a.double() - b.double()).abs().max().item() for a, b in zip(*results))
+
+
+def rms_norm_error(channels, dtype) -> float:
+    from ltx_runtime.video_vae import pointwise, pointwise_kernels
+
+    generator = torch.Generator().manual_seed(channels)
+    x, weight = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((301, channels), (channels,)))
+    x *= 10.0 ** torch.linspace(-5, 2, 301)[:, None].to(dtype)  # eps counts in the first rows
+    plain, fused = (torch.full_like(x, float("nan")) for _ in range(2))
+    pointwise.rms_norm(x, weight, plain)
+    pointwise_kernels.rms_norm(x, weight, fused)
+    return relative_error(plain, fused)
+
+
+def relative_error(a, b) -> float:
+    return ((a.double() - b.double()).abs() / (1 + a.double().abs())).max().item()
+
+
+def add_cells_error(channels, dtype) -> float:
+    """All planes of cells, from the first with a frame less to the last with frames that are not there, in parts."""
+    from ltx_runtime.video_vae import pointwise, pointwise_kernels
+
+    generator = torch.Generator().manual_seed(channels)
+    worst = 0.0
+    for (p1, p2, p3), dropped, frames in (((2, 2, 2), 1, 7), ((2, 2, 2), 0, 9), ((1, 2, 1), 0, 4), ((3, 1, 2), 2, 5)):
+        rows, columns, planes = 3, 5, 6
+        x = torch.randn(frames, rows * p2, columns * p3, channels, generator=generator).to(dtype)
+        grown = torch.randn(planes, rows, columns, p1 * p2 * p3 * channels, generator=generator).to(dtype)
+        plain, fused = x.clone(), x.clone()
+        for first in (0, 2, 4):
+            for module, target in ((pointwise.add_cells_, plain), (pointwise_kernels.add_cells, fused)):
+                module(target, grown[first : first + 2], (p1, p2, p3), first, dropped)
+        assert not torch.equal(plain[-1], x[-1])
+        worst = max(worst, relative_error(plain, fused))
+    return worst
 
 
 def silu_mul_error(dtype) -> float:

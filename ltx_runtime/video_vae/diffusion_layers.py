@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .neighbourhood_attention import Sizes, neighbourhood_attention
-from .pointwise import EPS, silu_mul_, split_norm_rope
+from .pointwise import EPS, add_cells_, rms_norm, silu_mul_, split_norm_rope
 from .rotary import RotaryTables
 
 MLP_GROWTH = 4
@@ -177,6 +177,7 @@ class Workspace:
         self.queries = like.new_empty(1, *grid, heads, head_dim)
         self.keys = like.new_empty(1, *grid, group, head_dim)
         self.values = like.new_empty(1, *grid, group, head_dim)
+        self.normed = like.new_empty(rows, channels)
         self.qkv = like.new_empty(rows, 3 * group * head_dim)
         self.hidden = [like.new_empty(rows, MLP_GROWTH * channels) for _ in range(2)]
         self.rotary = RotaryTables.of(grid, head_dim, like.device)
@@ -192,13 +193,12 @@ def chunk_tokens(count: int, channels: int, item_bytes: int) -> int:
 def attend_(x: Tensor, weights: BlockWeights, kernel_size: Sizes, work: Workspace) -> None:
     """x += proj(attention(norm1(x)))."""
     tokens = x.view(-1, x.shape[4])
-    width = tokens.shape[1:]
     for index, (weight, bias) in enumerate(weights.qkv):
         heads = slice(index * work.group, (index + 1) * work.group)
         queries = work.queries[..., heads, :]
         targets = [part.view(-1, *part.shape[4:]) for part in (queries, work.keys, work.values)]
         for first, stop in work.chunks:
-            y = F.rms_norm(tokens[first:stop], width, weights.norm1, EPS)
+            y = rms_norm(tokens[first:stop], weights.norm1, work.normed[: stop - first])
             qkv = torch.addmm(bias, y, weight.T, out=work.qkv[: stop - first])
             q, k, v = (part[first:stop] for part in targets)
             split_norm_rope(qkv, weights.q_norm, weights.k_norm, work.rotary, first, q, k, v)
@@ -213,7 +213,7 @@ def feed_forward_(x: Tensor, weights: BlockWeights, work: Workspace) -> None:
     tokens = x.view(-1, x.shape[4])
     for first, stop in work.chunks:
         rows = tokens[first:stop]
-        y = F.rms_norm(rows, rows.shape[1:], weights.norm2, EPS)
+        y = rms_norm(rows, weights.norm2, work.normed[: stop - first])
         gate, up = (
             _linear_into(y, linear, buffer[: stop - first])
             for linear, buffer in zip((weights.gate, weights.up), work.hidden)
@@ -233,24 +233,12 @@ def add_context_(x: Tensor, features: Tensor, context: Linear, stride: Sizes, dr
     DiffusionBlock.weights. dropped: how many of the frames of the first cell are not there. Frames of the last cells
     that x does not hold are left out.
     """
-    p1, p2, p3 = stride
-    frames, channels = x.shape[1], x.shape[4]
     cells, rows, columns = features.shape[1:4]
     grown_bytes = rows * columns * context[0].shape[0] * x.element_size()
     planes = max(1, HIDDEN_BYTES // grown_bytes)
     for first in range(0, cells, planes):
-        stop = min(first + planes, cells)
-        grown = F.linear(features[0, first:stop], *context).view(-1, rows, columns, p1, p2, p3, channels)
-        for offset in range(p1):
-            # Cell c holds the frame c * p1 + offset - dropped.
-            low = max(first, -(-(dropped - offset) // p1))
-            high = min(stop, (frames - 1 - offset + dropped) // p1 + 1)
-            if low >= high:
-                continue
-            frame = low * p1 + offset - dropped
-            target = x[0, frame : frame + (high - low - 1) * p1 + 1 : p1]
-            part = grown[low - first : high - first, :, :, offset]
-            target.unflatten(1, (rows, p2)).unflatten(3, (columns, p3)).add_(part.permute(0, 1, 3, 2, 4, 5))
+        grown = F.linear(features[0, first : first + planes], *context)
+        add_cells_(x[0], grown, stride, first, dropped)
 
 
 def enlarge(x: Tensor, projection: nn.Linear, stride: Sizes, dropped: int) -> Tensor:

@@ -1,6 +1,6 @@
 """What stands between the matrix products of the diffusion decoder: fused on a GPU that Triton knows, else plain torch.
 
-Both write where they are told to: inside a capture Triton takes no tensor that was made there
+All write where they are told to: inside a capture Triton takes no tensor that was made there
 (neighbourhood_attention.py).
 Source: video_vae.md sections 6.2-6.4.
 """
@@ -47,6 +47,39 @@ def split_norm_rope(
         turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=3)
         target.copy_(turned.flatten(2))
     v.copy_(parts[2])
+
+
+def rms_norm(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """out = x / rms(x) * weight over the channels, in float32, rounded once. x, out: (n, C), contiguous."""
+    if attention_backend(x.device, x.dtype, 1)[0] == "triton":
+        importlib.import_module(".pointwise_kernels", __package__).rms_norm(x, weight, out)
+        return out
+    return out.copy_(F.rms_norm(x, x.shape[1:], weight, EPS))
+
+
+def add_cells_(x: Tensor, grown: Tensor, stride: tuple[int, int, int], first: int, dropped: int) -> None:
+    """x += values that were made cell by cell.
+
+    x: (F, h, w, C), contiguous. grown: (n, h/p2, w/p3, p1 * p2 * p3 * C), contiguous, of the cells from plane `first`
+    on, offsets in a cell before channels. stride: (p1, p2, p3). dropped: how many of the frames of the first cell x does
+    not have; frames of the last cells that it does not hold are left out.
+    """
+    if attention_backend(x.device, x.dtype, 1)[0] == "triton":
+        importlib.import_module(".pointwise_kernels", __package__).add_cells(x, grown, stride, first, dropped)
+        return
+    p1, p2, p3 = stride
+    cells, rows, columns = grown.shape[:3]
+    grown = grown.view(cells, rows, columns, p1, p2, p3, x.shape[3])
+    for offset in range(p1):
+        # Cell c holds the frame c * p1 + offset - dropped.
+        low = max(first, -(-(dropped - offset) // p1))
+        high = min(first + cells, (x.shape[0] - 1 - offset + dropped) // p1 + 1)
+        if low >= high:
+            continue
+        frame = low * p1 + offset - dropped
+        target = x[frame : frame + (high - low - 1) * p1 + 1 : p1]
+        part = grown[low - first : high - first, :, :, offset]
+        target.unflatten(1, (rows, p2)).unflatten(3, (columns, p3)).add_(part.permute(0, 1, 3, 2, 4, 5))
 
 
 def silu_mul_(gate: Tensor, up: Tensor) -> Tensor:

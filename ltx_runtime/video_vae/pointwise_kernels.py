@@ -1,7 +1,8 @@
 """The Triton kernels of pointwise.py. Imports triton; everything else goes through pointwise.py.
 
-Both are bound by memory: split_norm_rope reads and writes its rows once (9.1 GB a block at 768x512x121: 2.1 ms at the
-4.3 TB/s of an H200), silu_mul reads two and writes one (18 GB: 4.3 ms).
+All are bound by memory; at the 4.3 TB/s of an H200 a block at 768x512x121 takes 2.1 ms of split_norm_rope, which reads
+and writes its rows once (9.1 GB), 4.3 of silu_mul (reads two and writes one, 18 GB), 0.7 of each rms_norm (3 GB), 1.1 of
+add_cells (4.6 GB).
 """
 from __future__ import annotations
 
@@ -50,6 +51,32 @@ def silu_mul(gate: Tensor, up: Tensor) -> None:
     """See pointwise.silu_mul_."""
     count = gate.numel()
     _silu_mul[(triton.cdiv(count, _VALUES),)](gate, up, count, VALUES=_VALUES, num_warps=8)
+
+
+def rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float = 1e-6) -> None:
+    """See pointwise.rms_norm."""
+    count, channels = x.shape
+    lanes = triton.next_power_of_2(channels)
+    rows = max(1, _VALUES // lanes)
+    _rms_norm[(triton.cdiv(count, rows),)](
+        x, weight, out, count, eps, CHANNELS=channels, LANES=lanes, ROWS=rows, num_warps=4
+    )
+
+
+def add_cells(x: Tensor, grown: Tensor, stride: tuple[int, int, int], first: int, dropped: int) -> None:
+    """See pointwise.add_cells_."""
+    frames, height, width, channels = x.shape
+    low = max(0, first * stride[0] - dropped)
+    high = min(frames, (first + grown.shape[0]) * stride[0] - dropped)
+    if low >= high:
+        return
+    count = (high - low) * height * width
+    lanes = triton.next_power_of_2(channels)
+    rows = max(1, _VALUES // lanes)
+    _add_cells[(triton.cdiv(count, rows),)](
+        x[low], grown, count, height, width, low + dropped - first * stride[0],
+        P1=stride[0], P2=stride[1], P3=stride[2], CHANNELS=channels, LANES=lanes, ROWS=rows, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count", "first", "H", "W", "size_t", "size_h"])
@@ -102,3 +129,37 @@ def _silu_mul(gate_ptr, up_ptr, count, VALUES: tl.constexpr):
     gate = tl.load(gate_ptr + index, mask=here).to(tl.float32)
     up = tl.load(up_ptr + index, mask=here).to(tl.float32)
     tl.store(gate_ptr + index, gate / (1 + tl.exp(-gate)) * up, mask=here)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _rms_norm(
+    x_ptr, weight_ptr, out_ptr, count, eps, CHANNELS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, LANES)
+    here = (row < count)[:, None] & (lane < CHANNELS)[None, :]
+    place = row.to(tl.int64)[:, None] * CHANNELS + lane[None, :]
+    x = tl.load(x_ptr + place, mask=here, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + lane, mask=lane < CHANNELS, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 1) / CHANNELS + eps)
+    tl.store(out_ptr + place, x * scale[:, None] * weight[None, :], mask=here)
+
+
+@triton.jit(do_not_specialize=["count", "H", "W", "ahead"])
+def _add_cells(
+    x_ptr, grown_ptr, count, H, W, ahead,
+    P1: tl.constexpr, P2: tl.constexpr, P3: tl.constexpr,
+    CHANNELS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """ahead: frames of grown before the first of x."""
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    frame, h, w = token // (H * W) + ahead, token // W % H, token % W
+    cell = (frame // P1 * (H // P2) + h // P2) * (W // P3) + w // P3
+    offset = (frame % P1 * P2 + h % P2) * P3 + w % P3
+    lane = tl.arange(0, LANES)
+    here = (token < count)[:, None] & (lane < CHANNELS)[None, :]
+    source = (cell.to(tl.int64) * (P1 * P2 * P3) + offset)[:, None] * CHANNELS + lane[None, :]
+    place = token.to(tl.int64)[:, None] * CHANNELS + lane[None, :]
+    grown = tl.load(grown_ptr + source, mask=here, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + place, mask=here, other=0.0).to(tl.float32)
+    tl.store(x_ptr + place, x + grown, mask=here)
