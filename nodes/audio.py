@@ -16,14 +16,12 @@ from . import host, live
 from .checks import check_socket
 from .decode import video_part
 from .latents import check_generations, made_by, read_latent
-from .load import checked_file, file_verdict
+from .load import ModelFiles
 from .sample import Report, cuda_graphs_refused
 
 AudioVAE = io.Custom("LTXGRAPH_AUDIO_VAE")
 
-_FOLDERS = ("vae", "checkpoints")
-_FILE = "ltx-2.5-audio-vae-bf16.safetensors"
-_COMPONENT = "audio_vae"
+_FILES = ModelFiles(("vae", "checkpoints"), "ltx-2.5-audio-vae-bf16.safetensors", ("audio_vae",))
 
 
 class LTXGraphAudioVAELoader(io.ComfyNode):
@@ -38,7 +36,7 @@ class LTXGraphAudioVAELoader(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "vae_name",
-                    options=host.model_names(*_FOLDERS),
+                    options=_FILES.names(),
                     display_name="audio VAE",
                     tooltip="An audio VAE file from models/vae (or a 2.3 checkpoint from models/checkpoints).",
                 ),
@@ -48,15 +46,15 @@ class LTXGraphAudioVAELoader(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, vae_name: str | None = None) -> bool | str:
-        return file_verdict(vae_name, _FOLDERS, _FILE, _COMPONENT)
+        return _FILES.verdict(vae_name)
 
     @classmethod
     def fingerprint_inputs(cls, vae_name: str | None = None):
-        return host.model_state(vae_name, _FOLDERS, _FILE)
+        return _FILES.state(vae_name)
 
     @classmethod
     def execute(cls, vae_name: str) -> io.NodeOutput:
-        path = checked_file(vae_name, _FOLDERS, _FILE, _COMPONENT)
+        path = _FILES.checked(vae_name)
         return io.NodeOutput(host.DeviceModel(AudioVAEModel(read_header(path), device=host.vae_device()), path.name))
 
 

@@ -14,12 +14,10 @@ from ..ltx_runtime.duration import (
 from . import host, live
 from .checks import check_socket
 from .conditioning import read_conditioning
-from .load import Model, checked_file, file_verdict
+from .load import Model, ModelFiles
 from .sample import Report
 
-_FOLDERS = ("model_patches",)
-_FILE = "ltx-2.5-duration-head-bf16.safetensors"
-_COMPONENT = "duration_head"
+_FILES = ModelFiles(("model_patches",), "ltx-2.5-duration-head-bf16.safetensors", ("duration_head",))
 
 
 class LTXGraphDuration(io.ComfyNode):
@@ -37,7 +35,7 @@ class LTXGraphDuration(io.ComfyNode):
                 io.Conditioning.Input("positive"),
                 io.Combo.Input(
                     "duration_head",
-                    options=host.model_names(*_FOLDERS),
+                    options=_FILES.names(),
                     tooltip="A duration head from models/model_patches.",
                 ),
                 io.Float.Input(
@@ -58,11 +56,11 @@ class LTXGraphDuration(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, duration_head: str | None = None) -> bool | str:
-        return file_verdict(duration_head, _FOLDERS, _FILE, _COMPONENT)
+        return _FILES.verdict(duration_head)
 
     @classmethod
     def fingerprint_inputs(cls, duration_head: str | None = None, **_inputs):
-        return host.model_state(duration_head, _FOLDERS, _FILE)
+        return _FILES.state(duration_head)
 
     @classmethod
     def execute(
@@ -76,7 +74,7 @@ class LTXGraphDuration(io.ComfyNode):
         report=None,
     ) -> io.NodeOutput:
         check_socket(model, host.DeviceModel, "model", "LTX Graph Model Loader")
-        path = checked_file(duration_head, _FOLDERS, _FILE, _COMPONENT)
+        path = _FILES.checked(duration_head)
         # 8 MB, read in milliseconds: not worth a place in ComfyUI's memory management.
         head = DurationHead(read_header(path), device=model.model.device)
         prompt = read_conditioning(positive, "positive", model.model.config)

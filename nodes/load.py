@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,34 +22,54 @@ from .lora import LoRA
 Model = io.Custom("LTXGRAPH_MODEL")
 VideoVAE = io.Custom("LTXGRAPH_VIDEO_VAE")
 
-_MODEL_FOLDERS = ("diffusion_models", "checkpoints")
-_MODEL_FILE = "ltx-2.5-22b-distilled-transformer-bf16.safetensors"
-_VAE_FOLDERS = ("vae", "checkpoints")
-_VAE_FILE = "ltx-2.5-video-vae-bf16.safetensors or ltx-2.5-video-vae-conv-bf16.safetensors"
-
 
 @functools.lru_cache(maxsize=16)
 def _check_component(path: Path, _state: tuple[int, int], components: tuple[str, ...]) -> None:
     require_component(read_header(path), *components)
 
 
-def checked_file(name: str, folders: tuple[str, ...], published: str, *components: str) -> Path:
-    """Path of a model file whose header was read and holds one of these components. Raises RequestError or
-    CheckpointError."""
-    path = host.find_model(name, *folders, published=published)
-    _check_component(path, host.file_state(path), components)
-    return path
+@dataclass(frozen=True)
+class ModelFiles:
+    """What a loader offers: the files in these folders of models/. published: the file to put there, for messages.
+    components: what a file must hold one of."""
 
+    folders: tuple[str, ...]
+    published: str
+    components: tuple[str, ...]
 
-def file_verdict(name: str | None, folders: tuple[str, ...], published: str, *components: str) -> bool | str:
-    """True, or why a loader can't use this name: asked before a prompt runs, so that a wrong file costs no sampling."""
-    if name is None:  # connected to another node: known only when it runs
+    def names(self) -> list[str]:
+        return host.model_names(*self.folders)
+
+    def checked(self, name: str) -> Path:
+        """Path of a file whose header was read and holds what it must. Raises RequestError or CheckpointError."""
+        path = host.find_model(name, *self.folders, published=self.published)
+        _check_component(path, host.file_state(path), self.components)
+        return path
+
+    def verdict(self, name: str | None) -> bool | str:
+        """True, or why a loader can't use this name: asked before a prompt runs, so that a wrong file costs no
+        sampling."""
+        if name is None:  # connected to another node: known only when it runs
+            return True
+        try:
+            self.checked(name)
+        except (LTXError, OSError) as error:
+            return str(error)
         return True
-    try:
-        checked_file(name, folders, published, *components)
-    except (LTXError, OSError) as error:
-        return str(error)
-    return True
+
+    def state(self, name: str | None) -> tuple[int, int] | None:
+        """What a loader's fingerprint is."""
+        return host.model_state(name, self.folders, self.published)
+
+
+TRANSFORMERS = ModelFiles(
+    ("diffusion_models", "checkpoints"), "ltx-2.5-22b-distilled-transformer-bf16.safetensors", ("transformer",)
+)
+VIDEO_VAES = ModelFiles(
+    ("vae", "checkpoints"),
+    "ltx-2.5-video-vae-bf16.safetensors or ltx-2.5-video-vae-conv-bf16.safetensors",
+    VIDEO_VAE_COMPONENTS,
+)
 
 
 class TransformerDevice(host.SharedDeviceModel):
@@ -87,7 +108,7 @@ class LTXGraphModelLoader(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "unet_name",
-                    options=host.model_names(*_MODEL_FOLDERS),
+                    options=TRANSFORMERS.names(),
                     display_name="transformer",
                     tooltip="A bf16 transformer file from models/diffusion_models (or a 2.3 checkpoint from models/checkpoints).",
                 ),
@@ -103,15 +124,15 @@ class LTXGraphModelLoader(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, unet_name: str | None = None) -> bool | str:
-        return file_verdict(unet_name, _MODEL_FOLDERS, _MODEL_FILE, "transformer")
+        return TRANSFORMERS.verdict(unet_name)
 
     @classmethod
     def fingerprint_inputs(cls, unet_name: str | None = None, **_):
-        return host.model_state(unet_name, _MODEL_FOLDERS, _MODEL_FILE)
+        return TRANSFORMERS.state(unet_name)
 
     @classmethod
     def execute(cls, unet_name: str, lora: tuple[LoraSpec, ...] | None = None) -> io.NodeOutput:
-        path = checked_file(unet_name, _MODEL_FOLDERS, _MODEL_FILE, "transformer")
+        path = TRANSFORMERS.checked(unet_name)
         return io.NodeOutput(TransformerDevice(path, host.model_device(), lora or ()))
 
 
@@ -141,7 +162,7 @@ class LTXGraphVideoVAELoader(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "vae_name",
-                    options=host.model_names(*_VAE_FOLDERS),
+                    options=VIDEO_VAES.names(),
                     display_name="video VAE",
                     tooltip="A video VAE file from models/vae (or a 2.3 checkpoint from models/checkpoints).",
                 ),
@@ -151,13 +172,13 @@ class LTXGraphVideoVAELoader(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, vae_name: str | None = None) -> bool | str:
-        return file_verdict(vae_name, _VAE_FOLDERS, _VAE_FILE, *VIDEO_VAE_COMPONENTS)
+        return VIDEO_VAES.verdict(vae_name)
 
     @classmethod
     def fingerprint_inputs(cls, vae_name: str | None = None):
-        return host.model_state(vae_name, _VAE_FOLDERS, _VAE_FILE)
+        return VIDEO_VAES.state(vae_name)
 
     @classmethod
     def execute(cls, vae_name: str) -> io.NodeOutput:
-        path = checked_file(vae_name, _VAE_FOLDERS, _VAE_FILE, *VIDEO_VAE_COMPONENTS)
+        path = VIDEO_VAES.checked(vae_name)
         return io.NodeOutput(VideoVAEDevice(read_header(path), host.vae_device(), path.name))

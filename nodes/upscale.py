@@ -11,14 +11,14 @@ from ..ltx_runtime.upsampler import LatentUpsampler
 from . import host, live
 from .decode import video_part
 from .latents import LatentParts, check_generations, read_latent
-from .load import VideoVAE, checked_file, file_verdict
+from .load import ModelFiles, VideoVAE
 from .sample import Report
 
 Upscaler = io.Custom("LTXGRAPH_UPSCALER")
 
-_FOLDERS = ("latent_upscale_models",)
-_FILE = "ltx-2.5-latent-spatial-upscaler-x2-bf16-1.0.safetensors"
-_COMPONENT = "latent_upsampler"
+_FILES = ModelFiles(
+    ("latent_upscale_models",), "ltx-2.5-latent-spatial-upscaler-x2-bf16-1.0.safetensors", ("latent_upsampler",)
+)
 
 
 class LTXGraphUpscalerLoader(io.ComfyNode):
@@ -33,7 +33,7 @@ class LTXGraphUpscalerLoader(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "model_name",
-                    options=host.model_names(*_FOLDERS),
+                    options=_FILES.names(),
                     display_name="upscaler",
                     tooltip="A latent upscaler from models/latent_upscale_models.",
                 ),
@@ -43,15 +43,15 @@ class LTXGraphUpscalerLoader(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, model_name: str | None = None) -> bool | str:
-        return file_verdict(model_name, _FOLDERS, _FILE, _COMPONENT)
+        return _FILES.verdict(model_name)
 
     @classmethod
     def fingerprint_inputs(cls, model_name: str | None = None):
-        return host.model_state(model_name, _FOLDERS, _FILE)
+        return _FILES.state(model_name)
 
     @classmethod
     def execute(cls, model_name: str) -> io.NodeOutput:
-        path = checked_file(model_name, _FOLDERS, _FILE, _COMPONENT)
+        path = _FILES.checked(model_name)
         return io.NodeOutput(host.DeviceModel(LatentUpsampler(read_header(path), device=host.vae_device()), path.name))
 
 
