@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load, save_file
+from safetensors.torch import load, save
 from torch import Tensor
 
 from .checkpoint import CONDITIONING_FORMAT, read_header, require_component
@@ -62,7 +62,8 @@ def save_conditioning(path: str | os.PathLike[str], entries: Sequence[Entry]) ->
         "entries": json.dumps(plain_values),
     }
     try:
-        save_file(tensors, unfinished, metadata=metadata)
+        # Not save_file: what it writes, only its owner may read.
+        unfinished.write_bytes(save(tensors, metadata))
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)

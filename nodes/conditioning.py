@@ -152,9 +152,23 @@ class LTXGraphSaveConditioning(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, filename_prefix: str | None = None) -> bool | str:
+        if filename_prefix is None:
+            return True
+        try:
+            host.saved_conditioning_path(filename_prefix)
+        except RequestError as error:
+            return str(error)
+        return True
+
+    @classmethod
     def execute(cls, conditioning, filename_prefix: str) -> io.NodeOutput:
         path = host.new_conditioning_path(filename_prefix)
-        save_conditioning(path, conditioning)
+        try:
+            save_conditioning(path, conditioning)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
         return io.NodeOutput(conditioning, ui={"text": [f"{path.name} in {path.parent}"]})
 
 

@@ -138,15 +138,23 @@ def conditioning_path(name: str) -> Path:
 
 
 def new_conditioning_path(name: str) -> Path:
-    """A path in output/ltxgraph/conditioning that isn't taken: name_00001.safetensors and on."""
+    """A new empty file in output/ltxgraph/conditioning: name_00001.safetensors and on. It is made here, so that another
+    server on the same folder takes the next number."""
     folder = _saved_conditioning_folder()
     folder.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
-        path = _inside(folder, f"{name}_{number:05}.safetensors")
-        if not path.exists():
+        path = saved_conditioning_path(name, number)
+        try:
+            path.touch(exist_ok=False)
             return path
-        number += 1
+        except FileExistsError:
+            number += 1
+
+
+def saved_conditioning_path(name: str, number: int = 1) -> Path:
+    """Where a conditioning is saved under this name. Raises RequestError for a name that leads elsewhere."""
+    return _inside(_saved_conditioning_folder(), f"{name}_{number:05}.safetensors")
 
 
 def _inside(folder: Path, name: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
 import torch
@@ -16,6 +17,13 @@ def same(left, right) -> bool:
     if isinstance(left, torch.Tensor):
         return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
     return type(left) is type(right) and left == right
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no mode bits")
+def test_others_may_read_the_file(tmp_path):
+    save_conditioning(tmp_path / "p.safetensors", [(torch.zeros(1, 2, 3), {})])
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "p.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_round_trip_keeps_every_bit_and_type(tmp_path):

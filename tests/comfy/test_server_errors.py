@@ -209,6 +209,24 @@ def test_conditioning_outside_its_folders(client):
     assert "not a plain file name" in refusal(client, prompt)
 
 
+def test_a_name_to_save_under_is_refused_before_the_prompt_is_encoded(client):
+    prompt = {
+        "positive": prompts.render()["positive"],
+        "save": node("LTXGraphSaveConditioning", conditioning=["positive", 0], filename_prefix="folder/name"),
+    }
+    assert "not a plain file name" in refusal(client, prompt)
+
+
+def test_a_conditioning_that_no_file_holds_leaves_none(client, base):
+    prompt = {
+        "positive": prompts.render()["positive"],
+        "junk": node("LTXTestConditioningJunk", conditioning=["positive", 0], key="junk"),
+        "save": node("LTXGraphSaveConditioning", conditioning=["junk", 0], filename_prefix="unfit"),
+    }
+    assert "'junk' of type list" in failure(client, prompt, at="save")
+    assert not list((base / "output" / "ltxgraph" / "conditioning").glob("unfit*"))
+
+
 # Refused when run, before the weights are read
 
 
