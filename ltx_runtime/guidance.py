@@ -273,7 +273,8 @@ def cfg_star_delta(cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
     """What rescaled CFG (CFG*) adds to cond: (scale - 1)(cond - k uncond), k the projection of cond on uncond per
     sample.
 
-    cond, uncond: (B, ...) float32. An optional guider of the reference; no recipe uses it.
+    cond, uncond: (B, ...) float32. An optional guider of the reference that no recipe and no official node uses, so it
+    is no part of GuidanceSpec: for scripts that combine predictions themselves. Source: transformer.md section 13.
     """
     k = _projection(cond, uncond)
     return (scale - 1) * (cond - k * uncond)
@@ -284,7 +285,7 @@ def apg_delta(cond: Tensor, uncond: Tensor, scale: float, eta: float, norm_thres
     eta.
 
     cond, uncond: (B, ..., ...) float32, at least three axes. norm_threshold 0: no limit. An optional guider of the
-    reference; no recipe uses it.
+    reference like cfg_star_delta: for scripts that combine predictions themselves.
     """
     difference = cond - uncond
     if norm_threshold > 0:

@@ -328,7 +328,10 @@ def lora_delta(factors: Sequence[tuple[Tensor, Tensor, float]], dtype: torch.dty
 
 def fuse_scaled_fp8(weight: Tensor, scale: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """weight (float8_e4m3fn) * scale (float32 scalar) + delta, quantised again: (weight, scale) with the largest
-    magnitude at 448. Source: transformer.md section 15."""
+    magnitude at 448. Source: transformer.md section 15.
+
+    For FusedWeights, once the loader keeps scaled FP8 weights as they are; it refuses such files so far.
+    """
     fused = weight.float() * scale + delta
     scale = fused.abs().max() / torch.finfo(weight.dtype).max
     return (fused / scale).to(weight.dtype), scale

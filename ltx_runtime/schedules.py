@@ -68,8 +68,9 @@ def dev_sigmas(
 def linear_quadratic_sigmas(
     steps: int, *, threshold_noise: float = 0.025, linear_steps: int | None = None
 ) -> torch.Tensor:
-    """The schedule that the checkpoint's `scheduler` section names, (steps+1,) float32; no pipeline reads it. With 8
-    steps it is the distilled table.
+    """The schedule that the checkpoint's `scheduler` section names, (steps+1,) float32. With 8 steps it is the
+    distilled table. No pipeline and no official template uses it, so resolve_schedule does not offer it: for scripts,
+    which pass it as SampleRequest.sigmas.
 
     1 - sigma rises linearly to threshold_noise over linear_steps (half of the steps by default), then quadratically to
     1, with the same slope at the joint.
