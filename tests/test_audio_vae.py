@@ -20,12 +20,20 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_manifests import published_file, structure
 
-from ltx_runtime.audio_vae import AudioVAE, AudioVAEConfig, AudioVAENetwork, load_audio_vae
+from ltx_runtime.audio_vae import AudioVAE, AudioVAEConfig, AudioVAENetwork, audio_vae, load_audio_vae
 from ltx_runtime.audio_vae.filters import Downsampling, Upsampling, hann_sinc
 from ltx_runtime.audio_vae.network import exact_convolutions, run_stages
 from ltx_runtime.audio_vae.resample import Resampler
 from ltx_runtime.checkpoint import read_header
-from ltx_runtime.errors import CheckpointError, NonFiniteError, RequestError, ShapeError
+from ltx_runtime.cuda_graph import GraphCache
+from ltx_runtime.errors import (
+    CaptureError,
+    CheckpointError,
+    NonFiniteError,
+    RequestError,
+    RestartRequiredError,
+    ShapeError,
+)
 from ltx_runtime.parity import waveform_range
 from ltx_runtime.residency import build_on_meta
 from ltx_runtime.shapes import audio_latent_frames
@@ -370,6 +378,127 @@ def test_cancel_stops_between_stages_and_leaves_the_vae_usable(vae):
     assert [event["attrs"]["stage"] for event in timeline.events if event["event"] == "end"] == ["mel decoder"]
     timeline.child()  # raises if a phase were still open
     assert torch.equal(vae.decode(latent), vae.decode(latent))
+
+
+# --- graphs ---------------------------------------------------------------------------------------------------------
+
+
+class FakeRecording:
+    """Replays by calling. Like a graph's, its outputs are one buffer."""
+
+    def __init__(self, fn, constants, inputs):
+        self.fn, self.constants, self.inputs = fn, constants, inputs
+        self.outputs = fn(constants, inputs)
+        self.device_bytes = 0
+
+    def load(self, constants, inputs):
+        assert constants is None
+        self.inputs = inputs
+
+    def replay(self):
+        fresh = self.fn(self.constants, self.inputs)
+        self.outputs.waveform.copy_(fresh.waveform)
+        self.outputs.finite.copy_(fresh.finite)
+        return self.outputs
+
+    def forget_constants(self):
+        pass
+
+    def close(self):
+        self.outputs = None
+
+
+class FakeCache(GraphCache):
+    """Records on the CPU, or fails to."""
+
+    error: CaptureError | None = None
+
+    def capture(self, key, fn, constants, inputs, phase):
+        with phase("sample.capture"):
+            if self.error is not None:
+                raise self.error
+            self.counters.captures += 1
+            self._steps[key] = FakeRecording(fn, constants, inputs)
+            return self._steps[key], self._steps[key].outputs
+
+
+@pytest.fixture
+def recorded(tiny_file, monkeypatch) -> AudioVAE:
+    """A VAE of its own that thinks it could capture."""
+    monkeypatch.setattr(audio_vae, "unavailable_reason", lambda device: None)
+    vae = load_audio_vae(tiny_file, device="cpu", dtype=torch.float32)
+    vae.graphs = FakeCache(CPU)
+    return vae
+
+
+def stages_of(vae: AudioVAE, latent: torch.Tensor, **settings) -> list[str]:
+    timeline = Timeline(None)
+    vae.decode(latent, timeline=timeline, **settings)
+    return [event["attrs"]["stage"] for event in timeline.events if event["event"] == "end"]
+
+
+def test_auto_records_a_length_that_comes_back(recorded):
+    eager = ["mel decoder", "vocoder", "bandwidth extension"]
+    assert stages_of(recorded, random_latent(2)) == eager
+    assert stages_of(recorded, random_latent(1)) == eager
+    assert stages_of(recorded, random_latent(2, seed=1)) == ["capture"]
+    assert stages_of(recorded, random_latent(2, seed=2)) == ["replay"]
+    assert stages_of(recorded, random_latent(2, seed=2), cuda_graph="off") == eager
+    assert stages_of(recorded, random_latent(2), graphs_refused="the host says no") == eager
+    recorded.evict()
+    assert len(recorded.graphs) == 0
+    assert recorded.graphs.counters.captures == 1
+
+
+def test_on_records_at_once_and_a_result_outlives_the_next_replay(recorded, vae):
+    latents = [random_latent(2, seed=seed) for seed in range(3)]
+    waveforms = [recorded.decode(latent, cuda_graph="on") for latent in latents]
+    assert recorded.graphs.counters.captures == 1
+    assert all(torch.equal(w, vae.decode(latent, cuda_graph="off")) for w, latent in zip(waveforms, latents))
+
+
+def test_weights_that_were_read_again_are_recorded_again(recorded):
+    recorded.decode(random_latent(1), cuda_graph="on")
+    recorded.evict()
+    recorded.decode(random_latent(1), cuda_graph="on")
+    assert recorded.graphs.counters.captures == 2
+
+
+def test_a_failed_capture_is_noted_and_decodes_eager(recorded, vae):
+    recorded.graphs.error = CaptureError("not captured: no memory")
+    timeline = Timeline(None)
+    latent = random_latent(2)
+    eager = vae.decode(latent, cuda_graph="off")
+    assert torch.equal(recorded.decode(latent, cuda_graph="on", timeline=timeline), eager)
+    notes = [event["message"] for event in timeline.events if event["event"] == "note"]
+    assert notes == ["eager: not captured: no memory"]
+    recorded.graphs.error = RestartRequiredError("restart ComfyUI")
+    with pytest.raises(RestartRequiredError):
+        recorded.decode(latent, cuda_graph="on")
+
+
+def test_a_replay_can_be_cancelled_and_names_the_stage_that_overflows(recorded):
+    def cancel():
+        raise KeyboardInterrupt
+
+    latent = random_latent(1)
+    recorded.decode(latent, cuda_graph="on")
+    with pytest.raises(KeyboardInterrupt):
+        recorded.decode(latent, cuda_graph="on", check_cancelled=cancel)
+    parameter = recorded.module.get_parameter("vocoder.bwe_generator.conv_post.weight")
+    with torch.inference_mode():
+        parameter.fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match="after the bandwidth extension"):
+        recorded.decode(latent, cuda_graph="on")
+
+
+def test_without_cuda_a_graph_is_answered_with_the_reason(vae):
+    timeline = Timeline(None)
+    vae.decode(random_latent(1), cuda_graph="on", timeline=timeline)
+    (note,) = [event["message"] for event in timeline.events if event["event"] == "note"]
+    assert note.startswith("eager: no CUDA") or "not on CUDA" in note
+    with pytest.raises(RequestError, match="cuda_graph='always' is not one of auto, on, off"):
+        vae.decode(random_latent(1), cuda_graph="always")
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------

@@ -165,6 +165,8 @@ class AudioVAE(ResidentModule):
                 decoded = None if refused else self._replayed(cuda_graph, latent, timeline, check_cancelled)
                 if decoded is not None:
                     return decoded
+                if refused and cuda_graph == "on":
+                    timeline.note(DECODE_PHASE, f"eager: {refused}")
             workspace = self.module.workspace(batch, frames)
             return _run(DECODE_PHASE, self.module.decode_stages(workspace), latent, timeline, check_cancelled)
 
