@@ -3,9 +3,9 @@
     python3 dev.py bench auto [S0 S1 S2] [--runs 6] [--steps 8] [--json FILE] [--tiny]
 
 Per size: eager renders; then "auto" from a cache that knows nothing: the render that measures, the one that captures if
-it comes to that, and as many settled ones as eager ones, eager and settled in turns for the second half. A render is the
-preparation and all steps, device idle at both ends. Ends with exit code 1 when the median of the settled ones is over the
-slowest eager one, or when measuring or capturing leaves its budget.
+it comes to that, and as many settled ones as eager ones, eager and settled in turns for the second half. A render is
+the preparation and all steps, device idle at both ends. Ends with exit code 1 when the median of the settled ones is
+over the slowest eager one, or when measuring or capturing leaves its budget.
 """
 
 from __future__ import annotations
@@ -67,18 +67,27 @@ def measure(models: Models, size: tuple[int, int, int], runs: int, steps: int) -
         phase: sum(summary[phase]["wall_ms"] for summary in summaries if phase in summary)
         for phase in ("sample.measure", "sample.warmup", "sample.capture")
     }
+    measuring = [
+        {"wall_ms": event["wall_ms"], "method": event["gpu_method"], **event["attrs"]}
+        for *_, timeline in first
+        for event in timeline.events
+        if event["event"] == "end" and event["phase"] == "sample.measure"
+    ]
     eager_spread, settled_spread = spread(eager), spread([wall for wall, *_ in settled])
     model.graphs.close()
     row = {
         "clip": size_name(size),
         "steps": steps,
         "eager_ms": eager_spread,
+        "eager_walls_ms": eager,
         "first_ms": [wall for wall, *_ in first],
+        "settled_walls_ms": [wall for wall, *_ in settled],
         "settled_ms": settled_spread,
         "settled_as": sorted({account["mode"] for _, account, _ in settled}),
         "decisions": [account["decision"] for account in accounts],
         "ran": [account["steps"] for account in accounts],
         "measured": measured,
+        "measuring": measuring,
         "phases_ms": phases,
         "capture": capture,
     }

@@ -1,10 +1,10 @@
-"""One denoising step at S0, S1, S2: eager and graphed, wall, GPU time, busy share, launches, copies, syncs, memory, capture.
+"""One denoising step at S0, S1, S2, eager and graphed: times, busy share, launches, copies, syncs, memory, capture.
 
     python3 dev.py bench step [S0 S1 S2] [--json FILE]
 
-Eager wall and GPU time come from separate renders: CUPTI slows the host. GPU time is measured by CUPTI and, as `auto` does inside
-a render, by events (ltx_runtime/gpu_time.py); the second table sets one against the other. Graphed GPU time is an event pair around
-the replay.
+Eager wall and GPU time come from separate renders: CUPTI slows the host. GPU time is measured by CUPTI and, as `auto`
+does inside a render, by events (ltx_runtime/gpu_time.py); the second table sets one against the other. Graphed GPU time
+is an event pair around the replay.
 """
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def render(model, size: str, mode: str) -> tuple[list[float], list[float], dict,
     with timeline.segment("sampler"):
         result = sample(model, request(size), cuda_graph=mode, timeline=timeline)
     ends = [e for e in timeline.events if e["event"] == "end" and e["phase"] in ("sample.step", "sample.replay")]
-    return [e["stream_ms"] for e in ends], [e["gpu_ms"] for e in ends], result.graph, timeline, (result.video, result.audio)
+    latents = (result.video, result.audio)
+    return [e["stream_ms"] for e in ends], [e["gpu_ms"] for e in ends], result.graph, timeline, latents
 
 
 def measure(model, size: str) -> dict:
@@ -141,7 +142,8 @@ def profile(model, size: str) -> dict:
 
 def table(rows: list[dict]) -> str:
     lines = [
-        "| size | eager ms | GPU ms (CUPTI) | busy | launches | graphed ms | graphed GPU ms | equal | copies, waits | capture ms (warm-up + record + first replay) | graph MB | peak GB |",
+        "| size | eager ms | GPU ms (CUPTI) | busy | launches | graphed ms | graphed GPU ms | equal | copies, waits "
+        "| capture ms (warm-up + record + first replay) | graph MB | peak GB |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
@@ -149,8 +151,9 @@ def table(rows: list[dict]) -> str:
         lines.append(
             f"| {r['size']} | {r['eager_ms']:.1f} ({r['eager_range_ms'][0]:.1f}-{r['eager_range_ms'][1]:.1f}) "
             f"| {r['eager_gpu_ms']:.1f} | {r['eager_gpu_ms'] / r['eager_ms']:.0%} | {r['launches']} "
-            f"| {r['graphed_ms']:.1f} ({r['graphed_range_ms'][0]:.1f}-{r['graphed_range_ms'][1]:.1f}) | {r['graphed_gpu_ms']:.1f} "
-            f"| {r['equal_bit_for_bit']} | {r['copies_in_step']}, {sum(r['host_waits_in_step'].values())} "
+            f"| {r['graphed_ms']:.1f} ({r['graphed_range_ms'][0]:.1f}-{r['graphed_range_ms'][1]:.1f}) "
+            f"| {r['graphed_gpu_ms']:.1f} | {r['equal_bit_for_bit']} "
+            f"| {r['copies_in_step']}, {sum(r['host_waits_in_step'].values())} "
             f"| {capture['warmup_ms']:.0f} + {capture['capture_ms']:.0f} + {capture['first_replay_ms']:.0f} "
             f"| {(capture['graph_bytes'] + capture['static_bytes']) / 2**20:.0f} | {r['peak_gb']:.1f} |"
         )
@@ -158,11 +161,13 @@ def table(rows: list[dict]) -> str:
 
 
 def agreement(rows: list[dict], gap: dict) -> str:
-    """GPU time by events against CUPTI, with the gaps between kernels in it and without; `auto`: as a render found it."""
+    """GPU time by events against CUPTI, with the gaps between kernels in it and without; `auto`: as a render found
+    it."""
     lines = [
         f"queue pace {gap['pace_us']:.2f} us, of it {gap['shortest_kernel_us']:.2f} us kernel by CUPTI "
         f"({SHORTEST_KERNEL_MS * 1e3:.2f} assumed); gap taken off {gap['gap_us']:.2f} us",
-        "| size | CUPTI ms | launches counted / CUPTI | auto ms | delayed_events ms (with gaps) | queued_events ms (with gaps) |",
+        "| size | CUPTI ms | launches counted / CUPTI | auto ms | delayed_events ms (with gaps) "
+        "| queued_events ms (with gaps) |",
         "|---|---|---|---|---|---|",
     ]
 

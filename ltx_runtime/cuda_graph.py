@@ -3,14 +3,14 @@
 Knows tensors, a function and a stream; policy (when to capture) and the denoising loop live elsewhere. What CUDA and
 PyTorch's two allocators allow during and after a capture was measured; those facts shape `_guarded_capture`:
 
-* Warm-up runs on the capture stream itself: cuBLAS keeps one workspace per (handle, stream), and a workspace made inside a
-  capture belongs to the graph.
-* A capture that Python leaves by an exception is either still valid (class A) or invalidated by CUDA (class B). They need
-  opposite clean-ups; the wrong one breaks the allocator.
-* Under cudaMallocAsync (ComfyUI's default) the process aborts when a tensor made inside a capture dies outside of it before
-  the graph was replayed once, and PyTorch prints a warning when it dies later. So the results are copied into buffers that
-  were there before, inside the capture, and everything made in it dies in it; what a failed capture leaves behind is
-  replayed before it is dropped.
+* Warm-up runs on the capture stream itself: cuBLAS keeps one workspace per (handle, stream), and a workspace made
+  inside a capture belongs to the graph.
+* A capture that Python leaves by an exception is either still valid (class A) or invalidated by CUDA (class B). They
+  need opposite clean-ups; the wrong one breaks the allocator.
+* Under cudaMallocAsync (ComfyUI's default) the process aborts when a tensor made inside a capture dies outside of it
+  before the graph was replayed once, and PyTorch prints a warning when it dies later. So the results are copied into
+  buffers that were there before, inside the capture, and everything made in it dies in it; what a failed capture leaves
+  behind is replayed before it is dropped.
 """
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from .tensor_tree import map_tensors, named_tensors, static_values
 # Called with a phase name of the log, gives the context manager to run that part in.
 Phase = Callable[[str], contextlib.AbstractContextManager]
 
-# A process whose allocator was left invalid under cudaMallocAsync can't capture again, whoever asks: this is a fact about
-# the process, hence module level.
+# A process whose allocator was left invalid under cudaMallocAsync can't capture again, whoever asks: this is a fact
+# about the process, hence module level.
 _no_more_captures: str | None = None
 
 
@@ -42,9 +42,9 @@ _no_more_captures: str | None = None
 class GraphKey:
     """Identity of a recording.
 
-    tensors: (name, shape, stride, dtype, device) of every input. statics: every plain value the function may branch on, and
-    the process-wide switches by which PyTorch picks kernels. weight_generation: grows whenever the weights are loaded or
-    changed.
+    tensors: (name, shape, stride, dtype, device) of every input. statics: every plain value the function may branch on,
+    and the process-wide switches by which PyTorch picks kernels. weight_generation: grows whenever the weights are
+    loaded or changed.
     """
 
     tensors: tuple[tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype, torch.device], ...]
@@ -73,7 +73,9 @@ class GraphKey:
         ]
 
     def _fields(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {n: f"{list(shape)} {dtype}".replace("torch.", "") for n, shape, _, dtype, _ in self.tensors}
+        fields: dict[str, Any] = {
+            n: f"{list(shape)} {dtype}".replace("torch.", "") for n, shape, _, dtype, _ in self.tensors
+        }
         fields |= {f"{n}.stride": stride for n, _, stride, _, _ in self.tensors}
         fields |= {f"{n}.device": str(device) for n, _, _, _, device in self.tensors}
         fields |= dict(self.statics)
@@ -82,7 +84,8 @@ class GraphKey:
 
 
 def _kernel_switches() -> tuple[tuple[str, Any], ...]:
-    """Switches that other code of the process may turn between renders; an eager step would follow them, a graph can't."""
+    """Switches that other code of the process may turn between renders; an eager step would follow them, a graph
+    can't."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     return (
         ("kernels.sdp_flash", cuda.flash_sdp_enabled()),
@@ -132,8 +135,8 @@ class GraphedStep:
         self.report = report
 
     def load(self, constants: Any, inputs: Any) -> None:
-        """Copy into the static buffers (same key): the inputs always, the constants when they are another object than last
-        time."""
+        """Copy into the static buffers (same key): the inputs always, the constants when they are another object than
+        last time."""
         if constants is not self._loaded_constants:
             _copy_into(self._constants, constants)
             self._loaded_constants = constants
@@ -168,7 +171,8 @@ class GraphedStep:
 
 @dataclass
 class GraphCounters:
-    """hits, misses, captures, evictions, fallbacks of one cache since it was made; last_miss says which fields differed."""
+    """hits, misses, captures, evictions, fallbacks of one cache since it was made; last_miss says which fields
+    differed."""
 
     hits: int = 0
     misses: int = 0
@@ -188,8 +192,8 @@ _MEMORY_SHARE = 8
 class GraphCache:
     """Recordings of one function, bounded by number and by memory, least recently used first out.
 
-    max_bytes: device memory of all recordings together, None for an eighth of the card. Recordings that the caller still
-    needs may exceed it, so that no render records its own again and again.
+    max_bytes: device memory of all recordings together, None for an eighth of the card. Recordings that the caller
+    still needs may exceed it, so that no render records its own again and again.
     """
 
     def __init__(self, device: torch.device, *, max_graphs: int = _MAX_GRAPHS, max_bytes: int | None = None):
@@ -203,7 +207,8 @@ class GraphCache:
         self._stream: torch.cuda.Stream | None = None
 
     def find(self, key: GraphKey) -> GraphedStep | None:
-        """The recording for key, or None. Counts a hit or a miss; a miss keeps the fields that differ from the nearest key."""
+        """The recording for key, or None. Counts a hit or a miss; a miss keeps the fields that differ from the nearest
+        key."""
         step = self._steps.get(key)
         if step is not None:
             self._steps.move_to_end(key)
@@ -312,7 +317,8 @@ class GraphCache:
 
 
 def _keep_for_ever(remains: Any) -> None:
-    """What the async allocator must never see freed, not even while the interpreter shuts down: it would abort the process."""
+    """What the async allocator must never see freed, not even while the interpreter shuts down: it would abort the
+    process."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(remains))
 
 
@@ -342,8 +348,8 @@ def _copy_into(static: Any, source: Any) -> None:
 
 
 def _record(fn, constants, inputs, stream, device, phase) -> tuple[GraphedStep, Any]:
-    """A recording and the outputs of its first replay. Raises CaptureError for whatever PyTorch or CUDA refuses; the process
-    is healthy then, or RestartRequiredError says that it isn't."""
+    """A recording and the outputs of its first replay. Raises CaptureError for whatever PyTorch or CUDA refuses; the
+    process is healthy then, or RestartRequiredError says that it isn't."""
     try:
         return _recorded(fn, constants, inputs, stream, device, phase)
     except CaptureError:
@@ -395,8 +401,8 @@ def _recorded(fn, constants, inputs, stream, device, phase) -> tuple[GraphedStep
 
 
 def _warm_up(body: Callable[[], Any], stream, device) -> tuple[Any, int]:
-    """One eager pass on the capture stream. Returns its outputs and its peak bytes. Raises CaptureError when it waits for
-    the device anywhere, in Python or below: in a capture that would be fatal."""
+    """One eager pass on the capture stream. Returns its outputs and its peak bytes. Raises CaptureError when it waits
+    for the device anywhere, in Python or below: in a capture that would be fatal."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -422,7 +428,7 @@ def _guarded_capture(body: Callable[[], None], stream, device):
         try:
             with host_waits.NoHostWaits():
                 body()
-        except BaseException as raised:  # noqa: BLE001 - also an interrupt must close the capture; it is raised again below
+        except BaseException as raised:  # noqa: BLE001 - an interrupt too must close the capture; raised again below
             error = raised
         try:
             graph.capture_end()
@@ -445,8 +451,8 @@ def _guarded_capture(body: Callable[[], None], stream, device):
 
 
 def _discard_closed_capture(graph, error, device) -> None:
-    """Class A. The partial graph is replayed once, so that the async allocator knows its addresses before the tensors made
-    inside die; it writes only its own memory."""
+    """Class A. The partial graph is replayed once, so that the async allocator knows its addresses before the tensors
+    made inside die; it writes only its own memory."""
     try:
         graph.replay()
         torch.cuda.synchronize(device)
@@ -458,7 +464,8 @@ def _discard_closed_capture(graph, error, device) -> None:
 
 
 def _discard_invalidated_capture(graph, pool, error, stream, device) -> None:
-    """Class B. CUDA dropped the capture, PyTorch still thinks it runs: end the pool, reset, release, heal the generator."""
+    """Class B. CUDA dropped the capture, PyTorch still thinks it runs: end the pool, reset, release, heal the
+    generator."""
     global _no_more_captures
     index = device.index if device.index is not None else torch.cuda.current_device()
     try:
@@ -467,7 +474,9 @@ def _discard_invalidated_capture(graph, pool, error, stream, device) -> None:
         graph.reset()
         torch._C._cuda_releasePool(index, pool)
     except (AttributeError, RuntimeError) as cleanup_error:
-        _no_more_captures = f"an earlier capture left the allocator in a state that could not be repaired ({cleanup_error})"
+        _no_more_captures = (
+            f"an earlier capture left the allocator in a state that could not be repaired ({cleanup_error})"
+        )
         _keep_for_ever((graph, error))
         return
     if allocator_backend() == "cudaMallocAsync":
@@ -505,7 +514,8 @@ def _first_replay(graph, device) -> None:
     except RuntimeError as error:
         _keep_for_ever((graph, error))
         _check_health(device)
-        raise CaptureError(f"the first replay failed: {str(error).splitlines()[0]}. The render goes on eager.") from None
+        words = str(error).splitlines()[0]
+        raise CaptureError(f"the first replay failed: {words}. The render goes on eager.") from None
 
 
 def _check_health(device) -> None:
@@ -554,7 +564,8 @@ def _clear_frames(error: BaseException) -> None:
         frame = frame.tb_next
 
 
-# Graph memory of cudaMallocAsync is in no PyTorch statistic; the driver counts it (CUDA Driver API, cuDeviceGetGraphMemAttribute).
+# Graph memory of cudaMallocAsync is in no PyTorch statistic; the driver counts it (CUDA Driver API,
+# cuDeviceGetGraphMemAttribute).
 _GRAPH_MEM_RESERVED_CURRENT = 2
 
 
@@ -585,7 +596,8 @@ def held_bytes(device: torch.device) -> int:
 
 
 def return_graph_memory(device: torch.device) -> None:
-    """Give memory of dropped recordings back: the allocator's cache, and under cudaMallocAsync the driver's graph memory."""
+    """Give memory of dropped recordings back: the allocator's cache, and under cudaMallocAsync the driver's graph
+    memory."""
     if device.type != "cuda":
         return
     torch.cuda.synchronize(device)

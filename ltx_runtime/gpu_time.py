@@ -1,19 +1,25 @@
 """GPU time of one call without a profiler: event pairs around work that stood in the launch queue before it began.
 
-The call is cut into parts short enough for the queue (about 1,000 launches). A part that the host had issued as a whole
-before the device began it ran without waiting for the host; whether it did is asked of its first event. Two ways there:
+The call is cut into parts short enough for the queue (about 1,000 launches), all of the same work but for the first,
+which is short. A part that the host had issued as a whole before the device began it ran without waiting for the host;
+whether it did is asked of its first event. Two ways there:
 
-* A host that is far ahead stays so by itself: one delay at the start, and nothing disturbs the device's clock after it.
+* A host that is far ahead stays so by itself: one delay at the start, another after a part that was late all the same,
+  and nothing else disturbs the device's clock.
 * Else the device spins before every part while the host issues it.
 
 Event pairs also count the gap between queued kernels, about 1 us each. The launches of the call are counted in a run
 that is not timed, the gap is measured once a device; what is left agrees with the union of CUPTI's kernel intervals
-(benchmarks/step.py prints both). CUPTI itself gives more, but its first use costs seconds and every launch of the process
-stays slower afterwards (H200: eager steps of 127 ms became 165-200 ms). So a render uses this, benchmarks use CUPTI.
+(benchmarks/step.py prints both: within 5 %, of kernels of 2 us within 10 %). CUPTI itself gives more, but its first use
+costs seconds and every launch of the process stays slower afterwards (H200: eager steps of 127 ms became 165-200 ms).
+So a render uses this, benchmarks use CUPTI.
 """
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,28 +29,32 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 # Of the shortest kernel, as CUPTI sees it on an H200. The rest of a queue's pace is the gap between kernels.
-SHORTEST_KERNEL_MS = 1.0e-3
-# Over all launches of a step on an H200; for a host that is too busy to measure it.
-_USUAL_GAP_MS = 1.4e-3
-_PACE_LAUNCHES, _PACE_DELAY_MS = 400, 10
+SHORTEST_KERNEL_MS = 0.62e-3
+# For a host that is too busy to measure it (H200: 0.9 to 1.1).
+_USUAL_GAP_MS = 1e-3
+_PACE_LAUNCHES, _PACE_DELAY_MS = 300, 5
+# A delay against the mean issue time of a part: the host's pace varies.
+_RESERVE = 1.5
 
 
 @dataclass(frozen=True)
 class GpuTime:
-    """gpu_ms: None when a part was not queued in time, then `reason` says so. event_ms: the same with the gaps between
-    kernels. method: "queued_events" or "delayed_events". parts: number of parts."""
+    """gpu_ms: None when too many parts were not queued in time, then `reason` says so. event_ms: the same with the gaps
+    between kernels. method: "queued_events" or "delayed_events". parts: number of parts, late: of them not in time."""
 
     result: Any
     method: str
     parts: int
+    late: int
     gpu_ms: float | None = None
     event_ms: float | None = None
     reason: str | None = None
 
 
 class LaunchCount(TorchFunctionMode):
-    """Counts the kernels that PyTorch calls of this thread launch: one for each result in memory of its own, one for each
-    call that writes into its arguments. Composite results and split matrix products count once (2 % too few at S0)."""
+    """Counts the kernels that PyTorch calls of this thread launch: one for each result in memory of its own, one for
+    each call that writes into its arguments. Composite results and split matrix products count once (2 % too few at
+    S0)."""
 
     def __init__(self):
         super().__init__()
@@ -86,28 +96,28 @@ def queued_gpu_time(
 ) -> GpuTime:
     """Run fn once and time its GPU work.
 
-    cuts: modules that fn calls; a new part begins before each. part_ms: what the host takes to issue a part, at most, for
-    the length of the delays. launches: of fn, by LaunchCount. host_ahead: one delay at the start instead of one a part.
+    cuts: modules that fn calls; a new part begins before each. part_ms: what the host takes to issue a part, at most,
+    for the length of the delays. launches: of fn, by LaunchCount. host_ahead: delays at the start and after late parts
+    instead of one a part.
     Waits for the device before and after. fn's exceptions pass through.
     """
     gap_ms = launch_gap_ms(device)
-    # Twice the mean issue time of a part: the host's pace varies.
-    delay_cycles = int(2 * part_ms * _cycles_per_ms())
-    events: list[torch.cuda.Event] = []
+    delay_cycles = int(_RESERVE * part_ms * _cycles_per_ms())
     starts: list[torch.cuda.Event] = []
-    late = 0
+    ends: list[torch.cuda.Event] = []
+    in_time: list[bool] = []
 
     def begin() -> None:
-        if not (host_ahead and starts):
+        if not (host_ahead and in_time and in_time[-1]):
             torch.cuda._sleep(delay_cycles)
         starts.append(_recorded_event())
 
     def finish() -> None:
-        nonlocal late
-        events.append(_recorded_event())
-        late += starts[-1].query()  # the device has begun already: the last launches may have come too late
+        ends.append(_recorded_event())
+        # Once the device has begun, the last launches may come too late.
+        in_time.append(not starts[-1].query())
         if not host_ahead:
-            events[-1].synchronize()
+            ends[-1].synchronize()
 
     def cut(module: nn.Module, args: Any) -> None:
         finish()
@@ -116,19 +126,42 @@ def queued_gpu_time(
     hooks = [module.register_forward_pre_hook(cut) for module in cuts]
     torch.cuda.synchronize(device)
     try:
-        begin()
-        result = fn()
-        finish()
-        events[-1].synchronize()
+        with _no_garbage_collection():
+            begin()
+            result = fn()
+            finish()
+        ends[-1].synchronize()
     finally:
         for hook in hooks:
             hook.remove()
-    method = "queued_events" if host_ahead else "delayed_events"
-    if late:
+    method, late = "queued_events" if host_ahead else "delayed_events", in_time.count(False)
+    event_ms = sum_of_parts([started.elapsed_time(ended) for started, ended in zip(starts, ends)], in_time)
+    if event_ms is None:
         words = f"{late} of {len(starts)} parts were not queued in time"
-        return GpuTime(result, method, len(starts), reason=words)
-    event_ms = sum(started.elapsed_time(ended) for started, ended in zip(starts, events))
-    return GpuTime(result, method, len(starts), without_gaps(event_ms, launches, gap_ms), event_ms)
+        return GpuTime(result, method, len(starts), late, reason=words)
+    return GpuTime(result, method, len(starts), late, without_gaps(event_ms, launches, gap_ms), event_ms)
+
+
+def sum_of_parts(times: Sequence[float], in_time: Sequence[bool]) -> float | None:
+    """All parts together: one that was late counts as the median of those in time, since the parts after the first do
+    the same work. None when only a few were in time."""
+    (first, *times), (_, *in_time) = times, in_time
+    queued = [ms for ms, good in zip(times, in_time) if good]
+    if 2 * len(queued) < len(times):
+        return None
+    return first + sum(queued) + (len(times) - len(queued)) * (statistics.median(queued) if queued else 0.0)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection holds the host for longer than a part takes."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def without_gaps(event_ms: float, launches: int, gap_ms: float) -> float:
@@ -146,11 +179,11 @@ def launch_gap_ms(device: torch.device) -> float:
 
 
 def queue_pace_ms(device: torch.device) -> float | None:
-    """Time from one to the next of the shortest kernels in a full queue, the best of three; None on a host so busy that
+    """Time from one to the next of the shortest kernels in a full queue, the better of two; None on a host so busy that
     it never filled the queue in time."""
     paces = []
     with torch.cuda.device(device):
-        for _ in range(3):
+        for _ in range(2):
             torch.cuda._sleep(int(_PACE_DELAY_MS * _cycles_per_ms()))
             started = _recorded_event()
             for _ in range(_PACE_LAUNCHES):

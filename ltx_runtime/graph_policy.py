@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# A replayed step still has launch gaps and the copies at its edge: measured 3-9 % over the kernels' own time (H200, S0-S1).
+# A replayed step still has launch gaps and the copies at its edge: measured 3-9 % over the kernels' own time (H200,
+# S0-S1).
 _REPLAY_OVERHEAD = 1.05
 # Recording and instantiating 6,000 launches took 220-410 ms (H200, native, S0-S2).
 _RECORDING_MS = 0.06
@@ -46,8 +47,8 @@ class Decision:
 
 
 def decide(measurement: BusyMeasurement, remaining_steps: int, *, seen_before: bool) -> Decision:
-    """Capture when it pays within this render's remaining steps, or when the key comes back (seen_before) and a replayed
-    step is faster at all."""
+    """Capture when it pays within this render's remaining steps, or when the key comes back (seen_before) and a
+    replayed step is faster at all."""
     if measurement.gpu_ms <= 0:
         return Decision(False, "no GPU time was measured, not captured")
     saved = measurement.wall_ms - measurement.predicted_replay_ms
@@ -57,11 +58,13 @@ def decide(measurement: BusyMeasurement, remaining_steps: int, *, seen_before: b
         return Decision(False, f"{busy}: capture would gain at most {1 / measurement.gpu_busy:.2f}x, not captured")
     break_even = measurement.predicted_capture_ms / saved
     cost = (
-        f"capture costs about {measurement.predicted_capture_ms:.0f} ms and saves about {saved:.1f} ms a step ({gain:.2f}x): "
-        f"pays after {break_even:.0f} steps"
+        f"capture costs about {measurement.predicted_capture_ms:.0f} ms and saves about {saved:.1f} ms a step "
+        f"({gain:.2f}x): pays after {break_even:.0f} steps"
     )
     if remaining_steps > break_even:
         return Decision(True, f"{busy}: {cost}, {remaining_steps} remain, captured")
     if seen_before:
         return Decision(True, f"{busy}: {cost}, {remaining_steps} remain, but this shape came back, captured")
-    return Decision(False, f"{busy}: {cost}, only {remaining_steps} remain, not captured; a next render of this shape will")
+    return Decision(
+        False, f"{busy}: {cost}, only {remaining_steps} remain, not captured; a next render of this shape will"
+    )

@@ -1,6 +1,6 @@
-"""Calls that make the host wait for the device: found in an eager pass, refused in a capture. Of this thread only: PyTorch's
-own switch (`torch.cuda.set_sync_debug_mode`) holds for the whole process, and in its mode "error" a harmless `.cpu()` of
-another thread would raise there.
+"""Calls that make the host wait for the device: found in an eager pass, refused in a capture. Of this thread only:
+PyTorch's own switch (`torch.cuda.set_sync_debug_mode`) holds for the whole process, and in its mode "error" a harmless
+`.cpu()` of another thread would raise there.
 """
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ _WAITING = frozenset(
 
 @contextlib.contextmanager
 def host_waits_seen() -> Iterator[list[str]]:
-    """Gives a list that fills with the places, "file.py:12", at which this thread waits for the device, in Python or below.
+    """Gives a list that fills with the places, "file.py:12", at which this thread waits for the device, in Python or
+    below.
 
-    The switch is set to warn, so nothing is stopped, here or in other threads; the warnings that it causes are not shown.
+    The switch is set to warn, so nothing is stopped, here or in other threads; the warnings that it causes are not
+    shown.
     """
     places: list[str] = []
     thread = threading.get_ident()
@@ -56,8 +58,9 @@ def host_waits_seen() -> Iterator[list[str]]:
 
 
 class NoHostWaits(TorchFunctionMode):
-    """Raises RuntimeError in place of a call of this thread that would wait, before CUDA hears of it: a capture stays valid
-    that way. It sees calls from Python only; what waits below is found by `host_waits_seen` in the pass before."""
+    """Raises RuntimeError in place of a call of this thread that would wait, before CUDA hears of it: a capture stays
+    valid that way. It sees calls from Python only; what waits below is found by `host_waits_seen` in the pass
+    before."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")

@@ -1,7 +1,7 @@
 """Runs the steps of one render, eager or by replay, one step ahead of the host's wait, and keeps the account of it.
 
-The host issues step i, then waits for step i-1: the GPU never drains, and progress and cancel stay within one step of the
-truth (a replay returns at once, so without this wait they would lie).
+The host issues step i, then waits for step i-1: the GPU never drains, and progress and cancel stay within one step of
+the truth (a replay returns at once, so without this wait they would lie).
 """
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 CUDA_GRAPH_MODES = ("auto", "on", "off")
 ON_CAPTURE_FAILURE = ("eager", "error")
 
-# auto: the first eager step of a kind meets cold kernels and has its launches counted, the second is timed with the device
-# idle at both ends, the third runs in timed parts.
+# auto: the first eager step of a kind meets cold kernels and has its launches counted, the second is timed with the
+# device idle at both ends, the third runs in timed parts.
 _COUNTED_RUN, _TIMED_RUN, _MEASURED_RUN = 0, 1, 2
 # A busy host may issue a part too late to time it; the next step then gets longer delays.
 _MEASURE_TRIES, _LONGER_DELAYS = 3, 3
@@ -40,7 +40,8 @@ BLOCKS_PER_PART = 4
 @dataclass
 class _Kind:
     """What is known of the steps that share one graph key. A render whose guidance skips passes has several kinds.
-    lag_ms: how far the device was behind when the timed step was issued."""
+    lag_ms: how far the device was behind when the timed step was issued. late_tries: those of measure_tries with
+    delays."""
 
     key: GraphKey | None = None
     recording: GraphedStep | None = None
@@ -51,12 +52,13 @@ class _Kind:
     timed_ms: float = 0.0
     lag_ms: float = 0.0
     measure_tries: int = 0
+    late_tries: int = 0
 
 
 @dataclass
 class _InFlight:
-    """A step that was issued and not yet waited for. ended: recorded on the model's device behind the step and the copy of
-    its finite flags; the timeline may run on another device. replay: events around a replay."""
+    """A step that was issued and not yet waited for. ended: recorded on the model's device behind the step and the copy
+    of its finite flags; the timeline may run on another device. replay: events around a replay."""
 
     index: int
     phase: Phase
@@ -69,8 +71,8 @@ class StepRunner:
     """One render's steps: a context manager in which `run` is called for every step. `account` tells what happened.
 
     constants: of every step; steps of one kind share one object.
-    on_finished(index): called when the host has seen step `index` end. refused: why the host forbids graphs, empty when it
-    doesn't.
+    on_finished(index): called when the host has seen step `index` end. refused: why the host forbids graphs, empty when
+    it doesn't.
     Raises CaptureError at construction or in `run` with on_capture_failure "error", RestartRequiredError whenever the
     process can't go on, NonFiniteError when a step's result isn't finite.
     """
@@ -98,7 +100,8 @@ class StepRunner:
         self._eager_only: _Kind | None = None
         self._kinds: dict[GraphKey, _Kind] = {}
         self._streams = [n for n in ("video", "audio") if getattr(constants[0], n) is not None]
-        # The finite flags leave the device through pinned memory, so that reading them never waits for more than their step.
+        # The finite flags leave the device through pinned memory, so that reading them never waits for more than their
+        # step.
         self._probes = torch.empty(total_steps, len(self._streams), pin_memory=self._cuda)
 
         self.account: dict = {"requested": cuda_graph, "mode": "eager", "decision": "", "steps": []}
@@ -113,8 +116,8 @@ class StepRunner:
             self.account["decision"] = f"auto: not measured, a render of {total_steps} steps is too short"
 
     def run(self, index: int, inputs: StepInputs) -> StepOutputs:
-        """Issue step `index` and wait for the one before it. The outputs may be a recording's own buffers: valid until the
-        next `run`."""
+        """Issue step `index` and wait for the one before it. The outputs may be a recording's own buffers: valid until
+        the next `run`."""
         kind = self._eager_only or self._kind(index, inputs)
         if kind.recording is None and kind.capture:
             outputs = self._capture(kind, index, inputs)
@@ -130,8 +133,8 @@ class StepRunner:
         return self._eager(kind, index, inputs)
 
     def capture_ahead(self, index: int, inputs: StepInputs) -> bool:
-        """Capture step `index` without running it, so that a later render of the same key replays at once. False: it stays
-        eager, the reason is in the account."""
+        """Capture step `index` without running it, so that a later render of the same key replays at once. False: it
+        stays eager, the reason is in the account."""
         kind = self._eager_only or self._kind(index, inputs)
         if kind.recording is None and kind.capture:
             self._capture(kind, index, inputs)
@@ -266,6 +269,7 @@ class StepRunner:
         # From the first block on: a step of several passes one after the other meets it again.
         cuts = list(self._model.module.transformer_blocks)[::BLOCKS_PER_PART]
         parts = 1 + len(cuts) * self._constants[index].model_calls
+        host_ahead = kind.lag_ms > kind.timed_ms / parts and kind.measure_tries == 0
         with self._timeline.phase(
             "sample.measure", step=index, eager_wall_ms=kind.timed_ms, launches=kind.launches
         ) as phase:
@@ -274,15 +278,16 @@ class StepRunner:
                 cuts,
                 part_ms=min(kind.timed_ms, kind.launches * SLOW_LAUNCH_MS)
                 / parts
-                * _LONGER_DELAYS**kind.measure_tries,
+                * _LONGER_DELAYS**kind.late_tries,
                 launches=kind.launches,
-                host_ahead=kind.lag_ms > kind.timed_ms / parts and kind.measure_tries == 0,
+                host_ahead=host_ahead,
                 device=self._model.device,
             )
             outputs: StepOutputs = measured.result
             phase.gpu_ms, phase.gpu_method = measured.gpu_ms, measured.method
-            phase.attrs |= {"parts": measured.parts, "event_ms": measured.event_ms}
+            phase.attrs |= {"parts": measured.parts, "late_parts": measured.late, "event_ms": measured.event_ms}
         kind.measure_tries += 1
+        kind.late_tries += not host_ahead
         self.account["steps"].append("measure")
         self._check_finite(index, outputs.probe.to("cpu"))
         self._on_finished(index)
@@ -336,7 +341,8 @@ class StepRunner:
 def check_graphs_allowed(
     device: torch.device, *, cuda_graph: str, on_capture_failure: str, refused: str = ""
 ) -> None:
-    """Raise the CaptureError that a StepRunner with these settings would raise at construction: before weights are read."""
+    """Raise the CaptureError that a StepRunner with these settings would raise at construction: before weights are
+    read."""
     reason = refused or unavailable_reason(device)
     if reason and cuda_graph != "off" and on_capture_failure == "error":
         raise _no_graph(reason)
@@ -344,7 +350,8 @@ def check_graphs_allowed(
 
 def _no_graph(reason: str) -> CaptureError:
     return CaptureError(
-        f"no CUDA graph: {reason}. on_capture_failure is 'error'; set it to 'eager', or cuda_graph to 'off', to render anyway."
+        f"no CUDA graph: {reason}. on_capture_failure is 'error'; set it to 'eager', or cuda_graph to 'off', to render "
+        "anyway."
     )
 
 

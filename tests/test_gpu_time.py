@@ -1,4 +1,5 @@
 """GPU time from events: on a simulated host and device, whose times are known, and from recorded figures."""
+import gc
 from dataclasses import dataclass, field
 
 import pytest
@@ -7,7 +8,7 @@ from torch import nn
 
 from ltx_runtime import gpu_time, tiny
 from ltx_runtime.conditioning import audio_state, text_to_video_state
-from ltx_runtime.gpu_time import LaunchCount, queued_gpu_time, without_gaps
+from ltx_runtime.gpu_time import LaunchCount, queued_gpu_time, sum_of_parts, without_gaps
 from ltx_runtime.runtime import load_transformer
 from ltx_runtime.sampler import SampleRequest, TextFeatures, prepare
 from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape
@@ -20,7 +21,8 @@ CYCLES_PER_MS = 1000
 
 @dataclass
 class Machine:
-    """A host that issues and a device that runs one kernel after the other, ms. Each kernel ends gap later than it would."""
+    """A host that issues and a device that runs one kernel after the other, ms. Each kernel ends gap later than it
+    would."""
 
     gap: float = 0.0
     host: float = 0.0
@@ -73,7 +75,8 @@ class Block(nn.Module):
         self.work()
 
 
-def measure(machine, *, issue, kernel, blocks=6, **options):
+def measure(machine, *, issue, kernel, blocks=6, reserve=1.0, **options):
+    """reserve: how much of a part's issue time is announced."""
     modules = [Block(machine, issue, kernel) for _ in range(blocks)]
 
     def fn():
@@ -84,7 +87,7 @@ def measure(machine, *, issue, kernel, blocks=6, **options):
 
     launches = 1 + 10 * blocks
     found = queued_gpu_time(
-        fn, modules, part_ms=launches * issue / (blocks + 1), launches=launches, device=DEVICE, **options
+        fn, modules, part_ms=reserve * launches * issue / (blocks + 1), launches=launches, device=DEVICE, **options
     )
     assert found.result == "result" and found.parts == blocks + 1
     return found, launches * kernel
@@ -106,15 +109,48 @@ def test_a_host_that_is_ahead_needs_one_delay(machine):
     assert len(machine.delays) == 1
 
 
-def test_a_host_that_falls_behind_is_noticed(machine):
-    found, _ = measure(machine, issue=1.0, kernel=0.2, host_ahead=True)
+def test_a_host_that_falls_behind_now_and_then_gets_its_delay_back(machine):
+    found, busy = measure(machine, issue=1.0, kernel=0.93, blocks=12, host_ahead=True)
+    assert found.gpu_ms == pytest.approx(busy) and 1 <= found.late <= 2
+    assert len(machine.delays) == 1 + found.late
+
+
+def test_parts_of_which_most_are_late_are_no_measurement(machine):
+    found, _ = measure(machine, issue=1.0, kernel=0.2, host_ahead=True, reserve=0.5)
     assert found.gpu_ms is None and "not queued in time" in found.reason
 
 
 def test_a_delay_that_is_too_short_is_noticed(machine, monkeypatch):
     monkeypatch.setattr(gpu_time, "_cycles_per_ms", lambda: CYCLES_PER_MS / 4)
     found, _ = measure(machine, issue=1.0, kernel=0.2, host_ahead=False)
-    assert found.gpu_ms is None and found.event_ms is None and "of 7 parts" in found.reason
+    assert found.gpu_ms is None and found.event_ms is None and found.reason.startswith("6 of 7 parts")
+
+
+def test_a_hiccup_of_the_host_costs_one_part_which_the_others_stand_for(machine):
+    hiccups = iter([0.0] * 25 + [40.0] + [0.0] * 100)
+    launch = machine.launch
+
+    def launch_with_hiccups(issue, kernel):
+        launch(issue + next(hiccups), kernel)
+
+    machine.launch = launch_with_hiccups
+    found, busy = measure(machine, issue=1.0, kernel=0.9, host_ahead=False)
+    assert found.late == 1 and found.gpu_ms == pytest.approx(busy)
+
+
+def test_half_of_the_equal_parts_must_be_in_time():
+    assert sum_of_parts([1, 10, 30, 10, 12], [True, True, False, True, True]) == 1 + 10 + 10 + 10 + 12
+    assert sum_of_parts([1, 10, 30, 40, 12], [False, True, False, False, True]) == 1 + 10 + 11 + 11 + 12
+    assert sum_of_parts([1, 10, 30, 40, 12], [True, True, False, False, False]) is None
+    assert sum_of_parts([5], [True]) == 5
+
+
+def test_no_garbage_is_collected_while_parts_are_issued(machine):
+    seen = []
+    block = Block(machine, 0.1, 0.1)
+    block.register_forward_pre_hook(lambda *_: seen.append(gc.isenabled()))
+    queued_gpu_time(block, [block], part_ms=1, launches=10, host_ahead=False, device=DEVICE)
+    assert seen == [False] and gc.isenabled()
 
 
 def test_hooks_are_gone_also_after_an_error(machine):
@@ -129,13 +165,17 @@ def test_hooks_are_gone_also_after_an_error(machine):
     assert not module._forward_pre_hooks
 
 
-def test_recorded_figures_of_an_h200_agree_with_cupti_within_five_percent():
-    """S0, 6,130 launches: 110.8 ms between events, 102.3 of kernels by CUPTI. Launches as counted, without split products."""
-    assert without_gaps(110.8, 5986, 1.4e-3) == pytest.approx(102.3, rel=0.01)
+@pytest.mark.parametrize(
+    ("event_ms", "gap_us", "cupti_ms"),
+    [(110.8, 1.06, 102.3), (110.9, 0.85, 102.2), (396.5, 1.06, 388.8), (2125.5, 1.06, 2135.6)],
+)
+def test_recorded_figures_of_an_h200_agree_with_cupti_within_five_percent(event_ms, gap_us, cupti_ms):
+    """S0 twice, S1, S2; the gap as measured on a hot card and on a cool one. With it in, S0 is 8 % high."""
+    assert without_gaps(event_ms, 5986, gap_us * 1e-3) == pytest.approx(cupti_ms, rel=0.05)
 
 
 def test_a_miscount_never_leaves_nothing():
-    assert without_gaps(10.0, 10**6, 1e-3) == pytest.approx(5.0)
+    assert without_gaps(10.0, 10**6, 0.62e-3) == pytest.approx(5.0)
 
 
 def test_launches_are_counted_as_cupti_counted_them(tmp_path):

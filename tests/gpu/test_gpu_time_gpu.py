@@ -42,9 +42,11 @@ def work(width: int, tokens: int, blocks: int = 8, launches: int = 300):
 
 
 @pytest.mark.parametrize(
-    ("width", "tokens", "host_ahead"), [(512, 1024, False), (2048, 8192, False), (2048, 8192, True)]
+    ("width", "tokens", "host_ahead", "bound"),
+    # 512: kernels of 2 us, twice the gap between them.
+    [(512, 1024, False, 0.1), (1024, 4096, False, 0.05), (2048, 8192, False, 0.05), (2048, 8192, True, 0.05)],
 )
-def test_the_union_of_cuptis_kernels_within_five_percent(device, width, tokens, host_ahead):
+def test_the_union_of_cuptis_kernels(device, width, tokens, host_ahead, bound):
     fn, cuts = work(width, tokens)
     fn()
     with LaunchCount() as count:
@@ -56,7 +58,7 @@ def test_the_union_of_cuptis_kernels_within_five_percent(device, width, tokens, 
     activity = measure_gpu_busy(fn, device=device)
     print(f"{width}: {found.method} {found.gpu_ms:.2f} ms, with gaps {found.event_ms:.2f}, CUPTI {activity.gpu_ms:.2f}")
     assert activity.kernel_count == pytest.approx(count.launches, rel=0.05)
-    assert found.gpu_ms == pytest.approx(activity.gpu_ms, rel=0.05)
+    assert found.gpu_ms == pytest.approx(activity.gpu_ms, rel=bound)
 
 
 def test_the_gap_of_a_full_queue(device):
@@ -65,5 +67,5 @@ def test_the_gap_of_a_full_queue(device):
     kernel = activity.kernel_ms / activity.kernel_count
     print(f"pace {pace * 1e3:.2f} us, kernel {kernel * 1e3:.2f} us, gap {launch_gap_ms(device) * 1e3:.2f} us")
     assert pace > kernel
-    assert SHORTEST_KERNEL_MS == pytest.approx(kernel, abs=0.4e-3)
+    assert SHORTEST_KERNEL_MS == pytest.approx(kernel, abs=0.3e-3)
     assert 0 < launch_gap_ms(device) < 4e-3
