@@ -26,6 +26,7 @@ from full_size import FRAME_RATE, FRAMES, SIZES, RandomAudioVAE, RandomDiffusion
 from ltx_runtime.audio_vae import AudioVAE, load_audio_vae
 from ltx_runtime.gpu_activity import measure_gpu_busy
 from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape, audio_latent_frames
+from ltx_runtime.timing import Timeline
 from ltx_runtime.tiny import write_tiny_checkpoints
 from ltx_runtime.video_vae import AskedSizes, DecodePlan, VideoVAE, load_video_vae
 
@@ -132,8 +133,8 @@ def measure_video(cases: list[Case], repeats: int) -> list[dict]:
         frames = vae.decode(latent, plan=plan)  # cold kernels, cold pinned memory
         if case.how == "whole":
             whole = frames
-        to_host = [timed(vae.device, vae.decode, latent, plan=plan) for _ in range(repeats)]
-        raw = [timed(vae.device, vae.decode_raw, latent, plan=plan) for _ in range(repeats)]
+        to_host = [timed(vae, vae.decode, latent, plan=plan) for _ in range(repeats)]
+        raw = [timed(vae, vae.decode_raw, latent, plan=plan) for _ in range(repeats)]
         largest, mean, differing = differences(frames, whole, vae.device)
         rows.append(
             {
@@ -180,7 +181,7 @@ def sound_latent(seconds: int) -> torch.Tensor:
 
 def measure_sound(vae: AudioVAE, latent: torch.Tensor, repeats: int) -> dict:
     first = vae.decode(latent)
-    walls = [timed(vae.device, vae.decode, latent) for _ in range(repeats)]
+    walls = [timed(vae, vae.decode, latent) for _ in range(repeats)]
     return {
         "latent_frames": latent.shape[2],
         "decoder": "audio",
@@ -190,20 +191,23 @@ def measure_sound(vae: AudioVAE, latent: torch.Tensor, repeats: int) -> dict:
     }
 
 
-def timed(device: torch.device, decode: Callable[..., torch.Tensor], latent: torch.Tensor, **given) -> tuple:
+def timed(
+    vae: VideoVAE | AudioVAE, decode: Callable[..., torch.Tensor], latent: torch.Tensor, **given
+) -> tuple[float, int | None]:
     """Wall ms, and the device memory that it took beyond what was there, None on the CPU."""
-    cuda = device.type == "cuda"
+    cuda = vae.device.type == "cuda"
+    # Phases reset PyTorch's own peak counter; theirs are the peaks.
+    timeline = Timeline(None, device=vae.device)
     if cuda:
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     started = time.perf_counter()
-    result = decode(latent, **given)
+    result = decode(latent, timeline=timeline, **given)
     if cuda:
         torch.cuda.synchronize()
     wall_ms = (time.perf_counter() - started) * 1e3
     del result
-    return wall_ms, torch.cuda.max_memory_allocated() - before if cuda else None
+    return wall_ms, timeline.summary()["mem_peak_bytes"] - before if cuda else None
 
 
 def profile(decode: Callable[[], torch.Tensor], device: torch.device) -> dict:

@@ -304,12 +304,15 @@ def test_room_is_asked_for_the_smallest_exact_stream():
     assert tiled == published_plan(free_bytes=0, asked=AskedSizes(tile_size=384)).peak_bytes
 
 
-def test_plans_after_a_failure_end_in_tiles():
-    plan, seen = published_plan(free_bytes=100 * GIB), []
-    while plan is not None:
-        seen.append((plan.chunk_frames, max(plan.tiling.size) if plan.tiling else 0))
-        plan = smaller_decode_plan(published_config(), S1, plan, item_bytes=2, fused=True)
-    assert seen == [(8, 0), (4, 0), (2, 0), (1, 0), (1, 12)]
+def test_plans_after_a_failure_end_in_tiles_where_these_take_less():
+    large = (1, 128, 16, 32, 48)  # 1536x1024x121
+    for shape, expected in ((S1, [(8, 0), (4, 0), (2, 0), (1, 0)]), (large, [(4, 0), (2, 0), (1, 0), (1, 12)])):
+        plan, seen, sizes = published_plan(shape, free_bytes=100 * GIB), [], []
+        while plan is not None:
+            seen.append((plan.chunk_frames, max(plan.tiling.size) if plan.tiling else 0))
+            sizes.append(plan.peak_bytes)
+            plan = smaller_decode_plan(published_config(), shape, plan, item_bytes=2, fused=True)
+        assert seen == expected and sizes == sorted(sizes, reverse=True)
 
 
 def test_streamed_tiles_give_the_bits_of_whole_ones_up_to_rounding(vae):
@@ -352,7 +355,7 @@ def test_a_decode_out_of_memory_starts_again_smaller(fresh_vae):
     frames = fresh_vae.decode(latent, timeline=timeline)
     assert (frames - expected).abs().max() < ROUNDING
     notes = [event for event in timeline.events if event["event"] == "note"]
-    assert [note["attrs"]["chunk_latent_frames"] for note in notes] == [8, 4, 2]
+    assert [note["attrs"]["chunk_latent_frames"] for note in notes] == [8, 2]  # four would take no less than the whole
     assert "out of memory before" in notes[-1]["message"]
     timeline.child()  # raises if a failed run had left a phase open
 

@@ -233,6 +233,7 @@ class VideoVAE(ResidentModule):
                 if on_plan is not None:
                     on_plan(plan)
                 try:
+                    _claim(plan.peak_bytes, self.device)
                     return run(latent, plan)
                 except RuntimeError as error:
                     if not is_out_of_memory(error):
@@ -249,7 +250,8 @@ class VideoVAE(ResidentModule):
 
     def _out_of_memory(self, plan: DecodePlan, failure: RuntimeError, planned: bool) -> str:
         free = device_free_bytes(self.device)
-        has = "" if free is None else f"; {in_words(free)} are free beside the {in_words(self.weights_bytes)} of weights"
+        weights = in_words(self.weights_bytes)
+        has = "" if free is None else f"; {in_words(free)} are free beside the {weights} of weights"
         if planned:
             remedy = "Nothing smaller is planned. Decode a smaller picture or fewer frames, or free device memory."
         else:
@@ -312,6 +314,16 @@ class VideoVAE(ResidentModule):
             height, width = shape.height * SPACE_FACTOR, shape.width * SPACE_FACTOR
             free -= frames_bytes(shape.batch * shape.num_frames, height, width)  # they lie in the same memory
         return max(0, free - (0 if self.resident else self.weights_bytes))
+
+
+def _claim(num_bytes: int, device: torch.device) -> None:
+    """Have PyTorch's allocator get so much from the device, for what follows. Raises torch.OutOfMemoryError.
+
+    A convolution that is short of workspace takes another algorithm, which rounds otherwise, and PyTorch stays with
+    that one: so memory must run out before the first, not in the middle.
+    """
+    if device.type == "cuda":
+        torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _no_check() -> None:

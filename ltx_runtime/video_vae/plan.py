@@ -213,19 +213,24 @@ def smaller_decode_plan(
     config: ConvVAEConfig, latent_shape: Sequence[int], failed: DecodePlan, *, item_bytes: int, fused: bool
 ) -> DecodePlan | None:
     """Half of a plan that ran out of memory, or None when there is nothing smaller: first of its chunk, then of its
-    tiles."""
+    tiles, as often as it takes to need less memory: tiles need the float32 sum of them beside."""
     _, _, frames, height, width = latent_shape
     size, shared = (failed.tiling.size, failed.tiling.overlap) if failed.tiling else ((0, 0, 0), (0, 0, 0))
     time = (size[0], shared[0]) if size[0] else None
     clip = min(frames, size[0] + 1) if time else frames
-    chunk, tile = min(failed.chunk_frames, clip) // 2, max(size[1:])
-    if not chunk:
-        chunk, tile = 1, (tile or max(height, width)) // 2
-        if tile < _SMALLEST_TILE:
-            return None
-    rows, columns = _tile_sides(tile, height, width)
-    blended = _blend_bytes(clip, height, width) if tile or time else 0
-    footprint = _decoder_footprint(config, clip, rows, columns, chunk, item_bytes, fused).plus(blended)
+    chunk, tile = min(failed.chunk_frames, clip), max(size[1:])
+    while True:
+        if chunk > 1:
+            chunk //= 2
+        else:
+            tile = (tile or max(height, width)) // 2
+            if tile < _SMALLEST_TILE:
+                return None
+        rows, columns = _tile_sides(tile, height, width)
+        blended = _blend_bytes(clip, height, width) if tile or time else 0
+        footprint = _decoder_footprint(config, clip, rows, columns, chunk, item_bytes, fused).plus(blended)
+        if footprint.peak_bytes < failed.peak_bytes:
+            break
     reason = _after_failure(chunk, footprint, failed.reason)
     overlap = min(shared[1], tile // 2)
     return _decode_plan((height, width), tile, overlap, time, chunk, footprint.peak_bytes, reason)

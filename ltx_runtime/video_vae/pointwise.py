@@ -61,8 +61,8 @@ def add_cells_(x: Tensor, grown: Tensor, stride: tuple[int, int, int], first: in
     """x += values that were made cell by cell.
 
     x: (F, h, w, C), contiguous. grown: (n, h/p2, w/p3, p1 * p2 * p3 * C), contiguous, of the cells from plane `first`
-    on, offsets in a cell before channels. stride: (p1, p2, p3). dropped: how many of the frames of the first cell x does
-    not have; frames of the last cells that it does not hold are left out.
+    on, offsets in a cell before channels. stride: (p1, p2, p3). dropped: how many of the frames of the first cell x
+    does not have; frames of the last cells that it does not hold are left out.
     """
     if attention_backend(x.device, x.dtype, 1)[0] == "triton":
         importlib.import_module(".pointwise_kernels", __package__).add_cells(x, grown, stride, first, dropped)

@@ -17,7 +17,7 @@ from ltx_runtime.checkpoint import read_header
 from ltx_runtime.memory import DeviceMemoryError
 from ltx_runtime.timing import Timeline
 from ltx_runtime.tiny import fill_random, write_tiny_diffusion_vae
-from ltx_runtime.video_vae import DecodeNoise, DecodePlan, Tiling, VideoVAE, load_video_vae
+from ltx_runtime.video_vae import DecodeNoise, DecodePlan, Tiling, VideoVAE, decode, load_video_vae
 from ltx_runtime.video_vae.diffusion_grid import DecodeGrid
 from ltx_runtime.video_vae.host_frames import to_frames
 
@@ -88,42 +88,68 @@ def peak_of(vae: VideoVAE, latent: torch.Tensor, plan: DecodePlan) -> int:
     return timeline.summary()["mem_peak_bytes"] - before
 
 
-@pytest.mark.parametrize(
-    "kind, size",
-    [
-        ("tiny conv", (9, 32, 32)),
-        ("tiny diffusion", (9, 12, 16)),
-        ("conv", SIZES["medium"]),
-        ("diffusion", SIZES["medium"]),
-    ],
-)
-def test_a_real_shortage_ends_in_the_frames_of_a_smaller_plan(vaes, kind, size):
+LADDERS = [
+    ("tiny conv", (9, 32, 32)),
+    ("tiny diffusion", (9, 12, 16)),
+    ("conv", SIZES["medium"]),
+    ("diffusion", SIZES["medium"]),
+]
+
+
+def decode_within(vae: VideoVAE, latent: torch.Tensor, num_bytes: int) -> tuple[torch.Tensor, int]:
+    """(frames, how many plans ran out of memory before)."""
+    timeline = Timeline(None, device=vae.device)
+    with memory_limit(num_bytes):
+        frames = vae.decode(latent, timeline=timeline)
+    noted = [e for e in timeline.events if e["event"] == "note" and "peak_bytes" in e["attrs"]]
+    assert ("out of memory before with" in noted[-1]["message"]) == (len(noted) > 1)
+    timeline.child()  # raises if a failed attempt had left a phase open
+    return frames, len(noted) - 1
+
+
+@pytest.mark.parametrize("kind, size", LADDERS)
+def test_a_real_shortage_at_every_plan_ends_in_the_frames_of_the_next(vaes, kind, size):
     vae = vaes[kind]
     latent = random_latent(vae, size)
     plans = plans_of(vae, latent)
-    before = vae.decode(latent)
+    expected = [vae.decode(latent, plan=plan) for plan in plans]
+    for rung, plan in enumerate(plans):
+        # A little more than this plan asks for, less than the ones before it.
+        room = plan.peak_bytes + (2 << 20)
+        if rung and room >= min(before.peak_bytes for before in plans[:rung]):
+            continue  # smaller in another sense: this one is not reached by memory
+        frames, fallen = decode_within(vae, latent, room)
+        assert fallen == rung, [plan.peak_bytes for plan in plans]
+        assert torch.equal(frames, expected[rung]), plan.reason
+    with pytest.raises(DeviceMemoryError, match="are free beside the .*Nothing smaller is planned"):
+        decode_within(vae, latent, 0)
+    assert all(torch.equal(vae.decode(latent, plan=plan), e) for plan, e in zip(plans[:2], expected))
+
+
+@pytest.mark.parametrize("kind, size", LADDERS)
+def test_a_shortage_in_the_middle_of_a_decode_ends_in_the_picture_of_a_smaller_plan(vaes, kind, size, monkeypatch):
+    """Plans that say nothing of memory, so that it runs out somewhere inside."""
+    vae = vaes[kind]
+    latent = random_latent(vae, size)
+    plans = plans_of(vae, latent)
+    expected = [vae.decode(latent, plan=plan) for plan in plans]
     most = peak_of(vae, latent, plans[0])
+    monkeypatch.setattr(decode, "_claim", lambda num_bytes, device: None)
     reached = set()
     for share in (0.85, 0.6, 0.4, 0.25, 0.15):
-        timeline = Timeline(None, device=vae.device)
-        with memory_limit(int(share * most)):
-            try:
-                frames = vae.decode(latent, timeline=timeline)
-            except DeviceMemoryError:
-                assert reached, "the first fall already found no plan"
-                break
-        noted = [e for e in timeline.events if e["event"] == "note" and "peak_bytes" in e["attrs"]]
-        rung = len(noted) - 1
-        assert rung > 0 and "out of memory before with" in noted[-1]["message"]
+        try:
+            frames, rung = decode_within(vae, latent, int(share * most))
+        except DeviceMemoryError:
+            assert reached, "the first fall already found no plan"
+            break
+        assert rung > 0
         reached.add(rung)
-        assert torch.equal(frames, vae.decode(latent, plan=plans[rung])), plans[rung].reason
-        timeline.child()  # raises if a failed attempt had left a phase open
+        if "diffusion" in kind:
+            assert torch.equal(frames, expected[rung]), plans[rung].reason
+        else:  # convolutions short of workspace took other algorithms: once rounded otherwise, up to bf16
+            gap = frames - expected[rung]
+            assert gap.square().mean().sqrt() < 2e-2 * expected[rung].square().mean().sqrt(), plans[rung].reason
     assert len(reached) > 1, (reached, most, [(plan.peak_bytes, plan.reason[:60]) for plan in plans])
-    if "tiny" not in kind:  # whose smallest plan fits into what the weights leave of their blocks
-        words = "are free beside the .*Nothing smaller is planned"
-        with memory_limit(0), pytest.raises(DeviceMemoryError, match=words):
-            vae.decode(latent)
-    assert torch.equal(vae.decode(latent), before)
 
 
 @pytest.mark.parametrize("kind", ["conv", "diffusion"])
@@ -134,6 +160,7 @@ def test_every_plan_stays_within_the_memory_it_names(vaes, kind):
     for plan in plans_of(vae, latent):
         vae.decode(latent, plan=plan)  # kernels and their workspace
         used.append((peak_of(vae, latent, plan), plan.peak_bytes, plan.reason[:60]))
+    print(*(f"{peak / 1e9:.3f} of {planned / 1e9:.3f} GB: {what}" for peak, planned, what in used), sep="\n")
     assert all(planned / 4 < peak <= planned for peak, planned, _ in used), used
 
 
