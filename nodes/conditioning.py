@@ -96,6 +96,10 @@ def check_same_guides(positive: Prompt, negative: Prompt) -> None:
         )
     if not _same(*(prompt.guides.get("keyframe_idxs") for prompt in (positive, negative))):
         raise RequestError("negative: its guides are not those of positive. Take both from the same guide node.")
+    if positive.guides.get("generated_keyframes") != negative.guides.get("generated_keyframes"):
+        raise RequestError(
+            "negative: its generated_keyframes are not those of positive. Take both from the same keyframe node."
+        )
     if not _same(positive.voice, negative.voice):
         raise RequestError(
             "negative: its reference voice (ref_audio) is not that of positive. Take both from the same node."

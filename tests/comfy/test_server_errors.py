@@ -13,7 +13,7 @@ from PIL import Image
 from prompts import TRANSFORMER, VIDEO_VAE, node
 from safetensors import safe_open
 from safetensors.torch import save_file
-from server import PromptRefused
+from server import ComfyServer, PromptRefused
 
 from ltx_runtime.conditioning_file import save_conditioning
 from ltx_runtime.tiny import (
@@ -369,6 +369,14 @@ def test_sound_alone_can_not_be_decoded_to_pictures(client):
 
 
 # CUDA graphs on a machine without CUDA
+
+
+def test_a_server_that_forbids_cuda_graphs_is_obeyed(base, comfyui, comfyui_overlay):
+    if "--disable-cuda-graphs" not in (comfyui / "comfy" / "cli_args.py").read_text(encoding="utf-8"):
+        pytest.skip("not run: this ComfyUI is older than 0.33 and has no --disable-cuda-graphs")
+    with ComfyServer(base, comfyui, overlay=comfyui_overlay, arguments=["--disable-cuda-graphs"]) as running:
+        text = failure(running.client(), sampled(cuda_graph="on", on_capture_failure="error"))
+    assert "ComfyUI was started with --disable-cuda-graphs" in text
 
 
 def test_graph_without_cuda_runs_eager_or_raises(client, frames_of):

@@ -110,3 +110,26 @@ def test_a_reference_voice_that_can_not_be_heard_is_refused(client):
     junk = with_voice()
     junk["voice"] = node("LTXTestConditioningKey", conditioning=["positive", 0], key="ref_audio", value=1.0)
     assert "positive: ref_audio is a float" in failure(client, junk)
+
+
+def with_slots(*, marked: bool, **changes) -> dict:
+    prompt = prompts.render()
+    prompt["latent"]["inputs"]["with_audio"] = False
+    prompt["slots"] = node(
+        "LTXTestSlots", conditioning=["positive", 0], latent=["latent", 0], frames="3,6", marked=marked
+    )
+    prompt["sampler"]["inputs"] |= {"positive": ["slots", 0], "latent_image": ["slots", 2], **changes}
+    prompt["crop"] = node("LTXVCropGuides", positive=["slots", 0], negative=["slots", 1], latent=["sampler", 0])
+    prompt["decode"]["inputs"]["samples"] = ["crop", 2]
+    return prompt
+
+
+def test_generated_keyframes_are_marked_and_cropped(client, frames_of):
+    """The tiny model of 2.5 has the learned marker of a keyframe: without the key the slots are other tokens."""
+    marked, plain = (frames_of(client.run(with_slots(marked=marked))) for marked in (True, False))
+    assert marked.shape == plain.shape == (prompts.FRAMES, prompts.HEIGHT, prompts.WIDTH, 3)
+    assert not np.array_equal(marked, plain)
+    guidance = {"guidance": ["guidance", 0], "negative": ["slots", 1]}
+    prompt = with_slots(marked=True, **guidance)
+    prompt["guidance"] = node("LTXGraphGuidance", **GUIDANCE | {"video_cfg": 2.0})
+    assert "negative: its generated_keyframes are not those of positive" in failure(client, prompt)

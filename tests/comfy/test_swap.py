@@ -44,6 +44,16 @@ def swapped(server, base) -> dict[str, dict]:
     }
 
 
+def test_core_brings_its_own_dual_guider(client):
+    """From 0.32 on; before, the test pack's stand-in of the same name is what the templates are validated with."""
+    version = client.system_stats()["system"]["comfyui_version"]
+    module = client.object_info()["LTXVDualCFGGuider"]["python_module"]
+    if tuple(int(part) for part in version.split(".")[:2]) < (0, 32):
+        assert module.endswith("ltxgraph_test_pack")
+        pytest.skip(f"not run: the templates with core's LTXVDualCFGGuider, which ComfyUI {version} lacks; a stand-in was used")
+    assert module == "comfy_extras.nodes_lt"
+
+
 def classes(api: dict[str, dict]) -> set[str]:
     return {node["class_type"] for node in api.values()}
 

@@ -7,6 +7,7 @@ import os
 import comfy.model_management
 import torch
 from comfy.nested_tensor import NestedTensor
+from comfy_extras.nodes_lt import LTXVAddGuide
 
 
 class Wildcard(str):
@@ -117,6 +118,40 @@ class LTXTestVoice:
     def run(self, conditioning, tokens, seed):
         sound = torch.randn((1, tokens, 128), generator=torch.Generator().manual_seed(seed))
         return ([[features, {**settings, "ref_audio": {"tokens": sound}}] for features, settings in conditioning],)
+
+
+class LTXTestSlots:
+    """Empty frames behind a video that are to be generated as keyframes at these pixel frames, as ComfyUI's LTX model
+    reads them from generated_keyframes; marked: whether the positive conditioning says so."""
+
+    RETURN_TYPES = ("CONDITIONING", "CONDITIONING", "LATENT")
+    FUNCTION = "run"
+    CATEGORY = "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {
+            "required": {
+                "conditioning": ("CONDITIONING",),
+                "latent": ("LATENT",),
+                "frames": ("STRING",),
+                "marked": ("BOOLEAN",),
+            }
+        }
+
+    def run(self, conditioning, latent, frames, marked):
+        video = latent["samples"]
+        batch, channels, first, height, width = video.shape
+        mask = torch.ones(batch, 1, first, 1, 1)
+        empty = torch.zeros(batch, channels, 1, height, width)
+        numbers = [int(frame) for frame in frames.split(",")]
+        for frame in numbers:
+            conditioning, _, video, mask = LTXVAddGuide.append_keyframe(
+                conditioning, conditioning, frame, video, mask, empty, 0.0, (8, 32, 32)
+            )
+        slots = {"first_latent_frame": first, "num_keyframes": len(numbers), "tokens_per_frame": height * width}
+        keyed = [[features, {**settings, "generated_keyframes": slots}] for features, settings in conditioning]
+        return (keyed if marked else conditioning, conditioning, {"samples": video, "noise_mask": mask})
 
 
 class LTXTestShiftGuides:
@@ -258,6 +293,7 @@ NODE_CLASS_MAPPINGS = {
         LTXTestConditioningKey,
         LTXTestConditioningJunk,
         LTXTestVoice,
+        LTXTestSlots,
         LTXTestShiftGuides,
         LTXTestVideoNoise,
         LTXTestDescribe,
