@@ -43,7 +43,7 @@ CASES = {
                 start=True, cfg=3.0),
     "voice": dict(sampler="euler_ancestral", sigmas=DISTILLED, batch=1, video=(3, 2, 3), audio=17, frame_rate=24.0,
                   text_tokens=-16, start=False, voice=6),
-    "voice_and_masks": dict(sampler="euler", sigmas=STAGE2, batch=2, video=(2, 2, 3), audio=9, frame_rate=24.0,
+    "voice_and_masks": dict(sampler="euler", sigmas=STAGE2, batch=2, video=(3, 2, 3), audio=9, frame_rate=24.0,
                             text_tokens=-16, start=True, mask="frames", voice=1, cfg=3.0),
     "ltx25": dict(flavour="2.5", sampler="euler_ancestral", sigmas=DISTILLED, batch=1, video=(3, 2, 3), audio=17,
                   frame_rate=24.0, text_tokens=37, start=False),
