@@ -221,7 +221,7 @@ def test_images_that_are_not_finite_are_named(encoder, bad):
 
 
 def test_an_encoder_that_overflows_is_named(fresh_encoder):
-    fresh_encoder.module.encoder.conv_out.register_forward_hook(lambda *args: args[-1].fill_(float("inf")))
+    fresh_encoder.module.encoder.conv_out.register_forward_hook(lambda *args: args[-1].completed().fill_(float("inf")))
     with pytest.raises(NonFiniteError, match="though the images are finite"):
         fresh_encoder.encode(random_images(1))
 

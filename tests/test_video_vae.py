@@ -433,7 +433,7 @@ def test_pixels_that_are_not_finite_name_phase_and_chunk(fresh_vae, bad, decode)
     def spoil_the_second(layer, args, output):
         clean.append(output.shape[2])
         if len(clean) == 2:
-            output[0, 5, 0, 0, 0] = bad
+            output.completed()[0, 5, 0, 0, 0] = bad
 
     fresh_vae.module.decoder.conv_out.register_forward_hook(spoil_the_second)
     with pytest.raises(NonFiniteError, match=r"NaN or Inf in chunk 1, frames 15 to \d+ of clip 0\.") as error:

@@ -18,22 +18,26 @@ _VALUES = 4096
 _WARPS = 4
 
 
-def finish(x: Tensor, bias: Tensor | None, residual: Tensor | None, activated: Tensor | None) -> None:
-    """With activated: conv_pointwise.activate, x is left alone. Without: conv_pointwise.add_."""
+def finish(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, keep: bool, out: Tensor | None, activate: bool
+) -> None:
+    """See conv_pointwise.finish. x is written only where keep says so."""
     batch, channels, frames, height, width = x.shape
     rows = frames * height * width
     block = triton.next_power_of_2(channels)
     tile = max(1, _VALUES // block)
     _finish[(triton.cdiv(rows, tile), batch)](
-        x, x if bias is None else bias, x if residual is None else residual, x if activated is None else activated,
-        rows, x.stride(0), 0 if residual is None else residual.stride(0),
-        0 if activated is None else activated.stride(0), PIXEL_NORM_EPS,
+        x, x if bias is None else bias, x if residual is None else residual, x if out is None else out,
+        rows, x.stride(0), 0 if residual is None else residual.stride(0), 0 if out is None else out.stride(0),
+        PIXEL_NORM_EPS,
         CHANNELS=channels,
         BLOCK=block,
         ROWS=tile,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
-        ACTIVATE=activated is not None,
+        KEEP=keep,
+        OUT=out is not None,
+        ACTIVATE=activate,
         num_warps=_WARPS,
     )  # fmt: skip
 
@@ -93,10 +97,10 @@ def unpatchify(x: Tensor, patch: int, out: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["rows"])
 def _finish(
-    x_ptr, bias_ptr, residual_ptr, activated_ptr,
-    rows, x_clip, residual_clip, activated_clip, eps,
+    x_ptr, bias_ptr, residual_ptr, out_ptr,
+    rows, x_clip, residual_clip, out_clip, eps,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATE: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr, OUT: tl.constexpr, ACTIVATE: tl.constexpr,
 ):  # fmt: skip
     """*_clip: distance of the clips of a batch, in values."""
     clip = tl.program_id(1).to(tl.int64)
@@ -109,12 +113,13 @@ def _finish(
         x += tl.load(bias_ptr + channel, mask=channel < CHANNELS, other=0.0).to(tl.float32)[None, :]
     if RESIDUAL:
         x += tl.load(residual_ptr + clip * residual_clip + place, mask=here, other=0.0).to(tl.float32)
+    if KEEP:
+        tl.store(x_ptr + clip * x_clip + place, x.to(x_ptr.dtype.element_ty), mask=here)
     if ACTIVATE:
         x *= tl.rsqrt(tl.sum(x * x, 1) / CHANNELS + eps)[:, None]
         x = x / (1 + tl.exp(-x))
-        tl.store(activated_ptr + clip * activated_clip + place, x.to(activated_ptr.dtype.element_ty), mask=here)
-    else:
-        tl.store(x_ptr + clip * x_clip + place, x.to(x_ptr.dtype.element_ty), mask=here)
+    if OUT:
+        tl.store(out_ptr + clip * out_clip + place, x.to(out_ptr.dtype.element_ty), mask=here)
 
 
 @triton.jit(do_not_specialize=["rows", "H", "W", "skip"])

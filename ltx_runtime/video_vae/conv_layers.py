@@ -1,7 +1,7 @@
 """The layers of the conv video VAE: temporal convolution, ResBlock, up- and downsampling.
 
-All tensors are (B, C, F, H, W). Layers take (x, memory, last), see streaming.py; what they make is finished, with its
-bias and its residual, by the passes of conv_pointwise.py.
+All tensors are (B, C, F, H, W). Layers take (x, memory, last), see streaming.py. What comes out of a convolution gets
+its bias and its residual where it is read, see conv_pointwise.py.
 Source: video_vae.md sections 2-5.
 """
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from . import conv_pointwise
 from .cells import Stride
+from .conv_pointwise import Frames, Unfinished, completed
 from .streaming import ClipMemory
 
 KERNEL = 3
@@ -32,23 +33,25 @@ class TemporalConv(nn.Module):
         self.causal = causal
         self.activated = activated
 
-    def window(self, x: Tensor, memory: ClipMemory, last: bool, bias: Tensor | None = None) -> Tensor:
+    def window(self, x: Frames, memory: ClipMemory, last: bool, *, keep: bool = False) -> Tensor:
         """The frames to convolve: what is remembered or repeated at the clip's edges, around the activated x. The
         activation is written into its place, so padding costs no pass of its own.
 
-        bias: of the convolution that made x, where it is not in x yet; x may then be overwritten.
+        keep: x, if it is unfinished, is needed afterwards.
         """
         batch, channels, frames, height, width = x.shape
         remembered = memory.recall(self)
         if remembered is None and not frames:
-            return x  # the layers before are still filling
+            return completed(x)  # the layers before are still filling
         lead = KERNEL - 1 if self.causal or remembered is not None else 1
         trail = 1 if last and not self.causal else 0
-        window = conv_pointwise.empty(x, (batch, channels, lead + frames + trail, height, width))
+        window = conv_pointwise.empty(self.conv.weight, (batch, channels, lead + frames + trail, height, width))
         if frames:
             body = window.narrow(2, lead, frames)
-            if self.activated:
-                conv_pointwise.activate(x, bias, body)
+            if isinstance(x, Unfinished):
+                x.write(body, activate=self.activated, keep=keep)
+            elif self.activated:
+                conv_pointwise.finish(x, out=body, activate=True, keep=False)
             else:
                 body.copy_(x)
         window[:, :, :lead] = window[:, :, lead : lead + 1] if remembered is None else remembered
@@ -67,10 +70,8 @@ class TemporalConv(nn.Module):
         # As it comes, but from a convolution that is not cuDNN's.
         return out.contiguous(memory_format=conv_pointwise.memory_format(out.device, out.dtype))
 
-    def forward(self, x: Tensor, memory: ClipMemory, last: bool) -> Tensor:
-        out = self.convolve(self.window(x, memory, last))
-        conv_pointwise.add_(out, self.conv.bias)
-        return out
+    def forward(self, x: Frames, memory: ClipMemory, last: bool) -> Unfinished:
+        return Unfinished(self.convolve(self.window(x, memory, last)), 0, self.conv.bias)
 
 
 class ResBlock(nn.Module):
@@ -81,23 +82,21 @@ class ResBlock(nn.Module):
         self.conv1 = TemporalConv(channels, channels, causal=causal, activated=True)
         self.conv2 = TemporalConv(channels, channels, causal=causal, activated=True)
 
-    def forward(self, x: Tensor, memory: ClipMemory, last: bool) -> Tensor:
-        hidden = self.conv1.convolve(self.conv1.window(x, memory, last))
-        window = self.conv2.window(hidden, memory, last, self.conv1.conv.bias)
-        del hidden  # the window holds all that conv2 needs: one activation less at the peak
-        out = self.conv2.convolve(window)
+    def forward(self, x: Frames, memory: ClipMemory, last: bool) -> Unfinished:
+        hidden = Unfinished(self.conv1.convolve(self.conv1.window(x, memory, last, keep=True)), 0, self.conv1.conv.bias)
+        out = self.conv2.convolve(self.conv2.window(hidden, memory, last))
+        x = completed(x)
 
         late = memory.recall(self)
         ready = 0 if late is None else min(late.shape[2], out.shape[2])
         bias = self.conv2.conv.bias
         if ready:
-            conv_pointwise.add_(out[:, :, :ready], bias, late[:, :, :ready])
-        conv_pointwise.add_(out[:, :, ready:], bias, x[:, :, : out.shape[2] - ready])
+            conv_pointwise.finish(out[:, :, :ready], bias, late[:, :, :ready])
         if not last:
             rest = x[:, :, out.shape[2] - ready :]
             waits = late is not None and late.shape[2] > ready
             memory.keep(self, torch.cat([late[:, :, ready:], rest], dim=2) if waits else rest)
-        return out
+        return Unfinished(out, ready, bias, x[:, :, : out.shape[2] - ready])
 
 
 class Upsample(nn.Module):
@@ -108,7 +107,7 @@ class Upsample(nn.Module):
         self.conv = TemporalConv(in_channels, out_channels * stride[0] * stride[1] * stride[2], causal=causal)
         self.stride = stride
 
-    def forward(self, x: Tensor, memory: ClipMemory, last: bool) -> Tensor:
+    def forward(self, x: Frames, memory: ClipMemory, last: bool) -> Tensor:
         raw = self.conv.convolve(self.conv.window(x, memory, last))
         skip = 1 if self.stride[0] == 2 and raw.shape[2] and memory.is_first_time(self) else 0
         return conv_pointwise.depth_to_space(raw, self.conv.conv.bias, self.stride, skip)
@@ -127,11 +126,11 @@ class Downsample(nn.Module):
         self.out_channels = out_channels
         self.stride = stride
 
-    def forward(self, x: Tensor, memory: ClipMemory, last: bool) -> Tensor:
+    def forward(self, x: Frames, memory: ClipMemory, last: bool) -> Tensor:
         if self.stride[0] == 2:
-            x = self._pairs(x, memory, last)
-        raw = self.conv.convolve(self.conv.window(x, memory, last))
-        return conv_pointwise.add_space_to_depth(raw, self.conv.conv.bias, x, self.stride)
+            x = self._pairs(completed(x), memory, last)
+        raw = self.conv.convolve(self.conv.window(x, memory, last, keep=True))
+        return conv_pointwise.add_space_to_depth(raw, self.conv.conv.bias, completed(x), self.stride)
 
     def _pairs(self, x: Tensor, memory: ClipMemory, last: bool) -> Tensor:
         waiting = memory.recall(self)

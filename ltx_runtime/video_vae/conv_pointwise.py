@@ -1,8 +1,9 @@
 """What stands between the convolutions of the conv video VAE: fused on a GPU that Triton knows, else plain torch.
 
-Convolutions are called without their bias, which is added here, in the pass that reads their output anyway (PyTorch
-adds it in a pass of its own). The fused passes want the channels of a position side by side in memory, and so does
-cuDNN, which otherwise copies what it reads and writes: `memory_format` is the one place that decides the layout.
+Convolutions are called without their bias (PyTorch adds it in a pass of its own). It is added here, and a ResBlock's
+residual too, by the pass that prepares the next convolution: `Unfinished` is what waits for it. The fused passes want
+the channels of a position side by side in memory, and so does cuDNN, which otherwise copies what it reads and writes:
+`memory_format` is the one place that decides the layout.
 
 A fused pass computes in float32 and rounds once, where the plain path rounds after every operation.
 
@@ -51,24 +52,70 @@ def pixel_norm(x: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.mul(x, scale, out=torch.empty_like(x) if out is None else out)
 
 
-def activate(x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = silu(pixel_norm(x + bias)). x, out: (B, C, F, H, W) with frames, out may be some frames of more. bias: (C,)
-    of the convolution that made x, None when it is in x already. Without Triton x is overwritten when there is one."""
-    if _fusable(x, out) and _fused("finish", x, bias, None, out):
+def finish(
+    x: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    keep: bool = True,
+    out: Tensor | None = None,
+    activate: bool = False,
+) -> None:
+    """y = x + bias + residual, written over x where keep says so (else x may hold anything afterwards), and to out: as
+    silu(pixel_norm(y)) where activate says so.
+
+    x, residual, out: (B, C, F, H, W), or some frames of more. bias: (C,), of the convolution that made x.
+    """
+    others = [tensor for tensor in (residual, out) if tensor is not None]
+    if _fusable(x, *others) and _fused("finish", x, bias, residual, keep, out, activate):
         return
     if bias is not None:
         x += _per_channel(bias)
-    pixel_norm(x, out=out)
-    F.silu(out, inplace=True)
-
-
-def add_(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> None:
-    """x += bias + residual, in place. x, residual: (B, C, F, H, W), or some frames of more. bias: (C,)."""
-    if _fusable(x, *(() if residual is None else (residual,))) and _fused("finish", x, bias, residual, None):
-        return
-    x += _per_channel(bias)
     if residual is not None:
         x += residual
+    if activate:
+        pixel_norm(x, out=out)
+        F.silu(out, inplace=True)
+    elif out is not None:
+        out.copy_(x)
+
+
+class Unfinished:
+    """Frames (B, C, F, H, W) that came out of a convolution and wait for the pass that reads them anyway: from frame
+    `complete` on, the convolution's bias and a residual are still to be added."""
+
+    def __init__(self, x: Tensor, complete: int, bias: Tensor, residual: Tensor | None = None) -> None:
+        """residual: as many frames as are not complete. x is changed and given up by the methods."""
+        self.shape = x.shape
+        self._x: Tensor | None = x
+        self._complete = complete
+        self._bias = bias
+        self._residual = residual
+
+    def completed(self) -> Tensor:
+        """The frames with everything added, in their own memory."""
+        if self._complete < self.shape[2]:
+            finish(self._x[:, :, self._complete :], self._bias, self._residual)
+            self._complete, self._residual = self.shape[2], None
+        return self._x
+
+    def write(self, out: Tensor, *, activate: bool, keep: bool) -> None:
+        """Write them to out, activated if so; without keep they are gone afterwards, and their memory free."""
+        done, x = self._complete, self._x
+        if done:
+            finish(x[:, :, :done], keep=False, out=out[:, :, :done], activate=activate)
+        if done < self.shape[2]:
+            rest = (x[:, :, done:], self._bias, self._residual)
+            finish(*rest, keep=keep, out=out[:, :, done:], activate=activate)
+        self._complete, self._residual = self.shape[2], None
+        self._x = x if keep else None
+
+
+Frames = Tensor | Unfinished
+
+
+def completed(x: Frames) -> Tensor:
+    return x.completed() if isinstance(x, Unfinished) else x
 
 
 def depth_to_space(x: Tensor, bias: Tensor, stride: Stride, skip: int) -> Tensor:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
+from .conv_pointwise import Frames, completed
+
 
 class ClipMemory:
     """What the layers remember of one clip. Make a new one for every clip.
@@ -60,16 +62,17 @@ def run_in_chunks(
     """
     memory = ClipMemory()
     for x, ends in pieces:
-        waiting = [(0, x, ends)]
+        waiting: list[tuple[int, Frames, bool]] = [(0, x, ends)]
         del x
         while waiting:
             depth, frames, last = waiting.pop()
             if depth == len(layers):
-                yield frames
+                yield completed(frames)
                 continue
             layer, rate = layers[depth]
             limit = rate * chunk_frames
             if frames.shape[2] > limit:
+                frames = completed(frames)
                 # A copy: a view would keep the part that goes on now alive, through all the layers behind.
                 waiting.append((depth, frames[:, :, limit:].clone(), last))
                 frames, last = frames[:, :, :limit], False

@@ -75,13 +75,13 @@ def latent_of(height: int, width: int, frames: int) -> torch.Tensor:
 def test_activation_and_sum_round_the_float32_result_once(device, grid, channels):
     x, residual, b = activations(grid, channels, device), activations(grid, channels, device), bias(channels, device)
     out = torch.full_like(x._base, 7).movedim(-1, 1)
-    expected = F.silu(conv_pointwise.pixel_norm(wide(x, b)))
-    conv_pointwise.activate(x, b, out[:, :, 1:-1])
-    assert relative_rms(out[:, :, 1:-1], expected) < ROUNDED_ONCE
+    total = wide(x, b) + residual.float()
+    conv_pointwise.finish(x, b, residual, keep=False, out=out[:, :, 1:-1])
+    assert relative_rms(out[:, :, 1:-1], total) < ROUNDED_ONCE
+    conv_pointwise.finish(x, b, residual, keep=True, out=out[:, :, 1:-1], activate=True)
+    assert relative_rms(x, total) < ROUNDED_ONCE
+    assert relative_rms(out[:, :, 1:-1], F.silu(conv_pointwise.pixel_norm(total))) < ROUNDED_ONCE
     assert (out[:, :, 0] == 7).all() and (out[:, :, -1] == 7).all()
-    expected = wide(x, b) + residual.float()
-    conv_pointwise.add_(x, b, residual)
-    assert relative_rms(x, expected) < ROUNDED_ONCE
     assert triton_use.triton_refusal(device, x.dtype) is None
 
 
@@ -114,9 +114,9 @@ def test_more_than_2_to_the_31_elements(device):
     b = bias(128, device)
     last = x[frames].clone()
     out = torch.empty_like(x)
-    conv_pointwise.activate(x, b, out)
+    conv_pointwise.finish(x, b, keep=False, out=out, activate=True)
     assert relative_rms(out[frames], F.silu(conv_pointwise.pixel_norm(wide(last, b)))) < ROUNDED_ONCE
-    conv_pointwise.add_(x, b, x)
+    conv_pointwise.finish(x, b, x)
     assert relative_rms(x[frames], wide(last, b) + last.float()) < ROUNDED_ONCE
     del out
 
