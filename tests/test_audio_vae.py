@@ -16,6 +16,7 @@ import pytest
 import scipy.signal
 import torch
 import torch.nn.functional as F
+from model_files import rewritten
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_manifests import published_file, structure
@@ -46,15 +47,6 @@ CPU = torch.device("cpu")
 ROUNDING = 1e-5
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Convolutions this small lose more to waking threads than they gain when other work has the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def tiny_file(tmp_path_factory) -> Path:
     return write_tiny_audio_vae(tmp_path_factory.mktemp("audio") / "ltx-2.5-audio-vae-bf16.safetensors")
@@ -76,16 +68,6 @@ def tone(hz: float, sample_rate: int, seconds: float, channels: int = 2) -> torc
 
 def published_json() -> dict:
     return json.loads((HERE / "configs" / "audio_vae.json").read_text())
-
-
-def rewritten(source: Path, path: Path, *, change=lambda config: None, extra=None) -> Path:
-    """The file under path, its config changed and foreign tensors added."""
-    with safe_open(source, "pt") as file:
-        metadata = file.metadata()
-    config = json.loads(metadata["config"])
-    change(config)
-    save_file(load_file(source) | (extra or {}), path, {**metadata, "config": json.dumps(config)})
-    return path
 
 
 # --- names and loading ----------------------------------------------------------------------------------------------
@@ -141,7 +123,7 @@ def test_a_checkpoint_of_everything_decodes_to_the_same_bits(tiny_file, vae, tmp
         "model.diffusion_model.transformer_blocks.0.attn1.to_q.weight": torch.zeros(4, 4),
         "vae.decoder.up_blocks.0.conv.weight": torch.zeros(4),
     }
-    path = rewritten(tiny_file, tmp_path / "monolith.safetensors", extra=others)
+    path = rewritten(tiny_file, tmp_path / "monolith.safetensors", tensors=lambda tensors: tensors.update(others))
     assert "audio_vae" in read_header(path).components and len(read_header(path).components) == 3
     loaded = load_audio_vae(path, device="cpu", dtype=torch.float32)
     assert torch.equal(loaded.decode(random_latent(2)), vae.decode(random_latent(2)))

@@ -4,13 +4,12 @@ Agreement with the reference is in golden_kinds/upsampler_cases.py.
 """
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from model_files import rewritten
+from safetensors.torch import load_file, save_file
 
 from ltx_runtime.checkpoint import read_header
 from ltx_runtime.errors import CheckpointError, NonFiniteError, ShapeError
@@ -44,16 +43,6 @@ def statistics() -> PerChannelStatistics:
 
 def random_latent(batch: int = 1, frames: int = 3, height: int = 2, width: int = 3) -> torch.Tensor:
     return torch.randn(batch, CHANNELS, frames, height, width, generator=torch.Generator().manual_seed(frames))
-
-
-def rewritten(path: Path, source: Path, *, config=None, keep=lambda name: True) -> Path:
-    with safe_open(source, "pt") as file:
-        tensors, metadata = {name: file.get_tensor(name) for name in file.keys() if keep(name)}, file.metadata()
-    settings = json.loads(metadata.pop("config"))
-    if config is not None:
-        metadata["config"] = json.dumps(settings | config)
-    save_file(tensors, path, metadata)
-    return path
 
 
 def test_one_axis_pair_is_doubled(upsampler, statistics):
@@ -172,21 +161,22 @@ def test_another_kind_of_file_is_named():
     ("temporal", {"mid_channels": 64}, "does not fit"),
 ])
 def test_another_upsampler_is_refused_before_its_weights_are_read(tmp_path, kind, config, words):
-    path = rewritten(tmp_path / "u.safetensors", FILES[kind], config=config)
+    path = rewritten(FILES[kind], tmp_path / "u.safetensors", config=lambda settings: settings.update(config))
     with pytest.raises(CheckpointError, match=words):
         LatentUpsampler(read_header(path), device="cpu")
 
 
 def test_a_file_without_config_shows_all_by_its_tensors(upsampler, statistics, tmp_path):
-    bare = load_upsampler(rewritten(tmp_path / "u.safetensors", upsampler.header.path), device="cpu",
-                          dtype=torch.float32)
+    save_file(load_file(upsampler.header.path), tmp_path / "u.safetensors")
+    bare = load_upsampler(tmp_path / "u.safetensors", device="cpu", dtype=torch.float32)
     assert bare.config == upsampler.config
     latent = random_latent()
     assert torch.equal(bare.upscale(latent, statistics), upsampler.upscale(latent, statistics))
 
 
 def test_a_missing_tensor_is_named(tmp_path):
-    source = FILES["spatial"]
-    path = rewritten(tmp_path / "u.safetensors", source, config={}, keep=lambda name: name != "final_conv.bias")
+    path = rewritten(
+        FILES["spatial"], tmp_path / "u.safetensors", tensors=lambda tensors: tensors.pop("final_conv.bias")
+    )
     with pytest.raises(CheckpointError, match="missing: final_conv.bias"):
         load_upsampler(path, device="cpu")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from model_files import rewritten
+from safetensors.torch import load_file
 
 from ltx_runtime.checkpoint import read_header
 from ltx_runtime.config import ConvVAEConfig
@@ -28,15 +28,6 @@ CHANNELS = 4  # of the tiny VAE's latents
 PHASE = "encode.video.chunk"
 # Two float32 runs that sum in another order; latents reach 3.
 ROUNDING = 2e-5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Convolutions this small lose ten times more to waking threads than they gain when other work has the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +77,9 @@ def test_only_the_encoder_is_loaded(encoder):
 
 
 def test_a_monolith_encodes_to_the_same_bits_and_evicted_weights_come_back(encoder, tmp_path):
-    with safe_open(TINY, "pt") as file:
-        save_file({f"vae.{name}": file.get_tensor(name) for name in file.keys()}, tmp_path / "m.safetensors",
-                  file.metadata())
+    path = rewritten(TINY, tmp_path / "m.safetensors", prefix="vae.")
     images = random_images(9)
-    prefixed = load_video_encoder(tmp_path / "m.safetensors", device="cpu", dtype=torch.float32)
+    prefixed = load_video_encoder(path, device="cpu", dtype=torch.float32)
     expected = encoder.encode(images)
     assert torch.equal(prefixed.encode(images), expected)
     prefixed.evict()
@@ -111,13 +100,9 @@ def test_bf16_stays_close_to_float32(encoder):
     (lambda config: config.update(encoder_blocks=[["attn_x", {"num_layers": 1}]]), "attn_x"),
 ])
 def test_an_encoder_that_this_runtime_does_not_have_is_refused(tmp_path, change, words):
-    with safe_open(TINY, "pt") as file:
-        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
-    config = json.loads(metadata["config"])
-    change(config["vae"])
-    save_file(tensors, tmp_path / "v.safetensors", {**metadata, "config": json.dumps(config)})
+    path = rewritten(TINY, tmp_path / "v.safetensors", config=lambda config: change(config["vae"]))
     with pytest.raises(CheckpointError, match=words):
-        VideoEncoder(read_header(tmp_path / "v.safetensors"), device="cpu")
+        VideoEncoder(read_header(path), device="cpu")
 
 
 def test_another_kind_of_file_is_named():

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from model_files import rewritten
 
 from ltx_runtime.checkpoint import read_header
 from ltx_runtime.config import ConvVAEConfig
@@ -29,15 +28,6 @@ CHUNK = 2  # latent frames, where a test needs several chunks
 # Two float32 runs of the decoder differ by this much when the convolutions sum in another order (the reference and a
 # float64 run: 6e-6; outputs reach 3.6).
 ROUNDING = 3e-5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Convolutions this small lose ten times more to waking threads than they gain when other work has the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +49,6 @@ def chunks_of(latent_frames: int) -> DecodePlan:
     return DecodePlan(latent_frames, 0, f"{latent_frames} latent frames a chunk, set by a test")
 
 
-def rewritten(path: Path, *, prefix: str = "", change=lambda config: None) -> Path:
-    """The tiny file under path, its names prefixed and its config changed."""
-    with safe_open(TINY, "pt") as file:
-        tensors = {prefix + name: file.get_tensor(name) for name in file.keys()}
-        metadata = file.metadata()
-    config = json.loads(metadata["config"])
-    change(config["vae"])
-    save_file(tensors, path, {**metadata, "config": json.dumps(config)})
-    return path
-
-
 def published_config() -> ConvVAEConfig:
     config = json.loads((HERE / "configs" / "video_vae_conv.json").read_text())
     return ConvVAEConfig.from_shapes(config, {})
@@ -89,7 +68,7 @@ def test_the_encoder_is_not_loaded(vae):
 def test_a_monolith_with_vae_prefix_decodes_to_the_same_bits(vae, tmp_path):
     latent = random_latent(2)
     prefixed = load_video_vae(
-        rewritten(tmp_path / "monolith.safetensors", prefix="vae."), device="cpu", dtype=torch.float32
+        rewritten(TINY, tmp_path / "monolith.safetensors", prefix="vae."), device="cpu", dtype=torch.float32
     )
     assert torch.equal(prefixed.decode_raw(latent), vae.decode_raw(latent))
 
@@ -129,7 +108,9 @@ def test_every_chunking_equals_the_whole_clip(vae, frames, chunks):
 
 
 def test_a_causal_decoder_streams_too(tmp_path):
-    path = rewritten(tmp_path / "causal.safetensors", change=lambda config: config.update(causal_decoder=True))
+    path = rewritten(
+        TINY, tmp_path / "causal.safetensors", config=lambda config: config["vae"].update(causal_decoder=True)
+    )
     vae = load_video_vae(path, device="cpu", dtype=torch.float32)
     latent = random_latent(4)
     whole = vae.decode_raw(latent, plan=chunks_of(4))
@@ -455,6 +436,8 @@ def test_another_models_file_is_named():
 
 
 def test_a_vae_of_the_2_0_generation_is_refused(tmp_path):
-    path = rewritten(tmp_path / "old.safetensors", change=lambda config: config.update(timestep_conditioning=True))
+    path = rewritten(
+        TINY, tmp_path / "old.safetensors", config=lambda config: config["vae"].update(timestep_conditioning=True)
+    )
     with pytest.raises(CheckpointError, match="timestep_conditioning"):
         load_video_vae(path, device="cpu")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_files import rewritten
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from ltx_runtime.checkpoint import read_header
 from ltx_runtime.config import DiffusionVAEConfig
@@ -71,15 +71,6 @@ def plan_of(tiling: Tiling | None = None, head_groups: int = 1) -> DecodePlan:
 TILES = Tiling((7, 0, 10), (4, 0, 4))  # cells of stage 4, of a grid of 9 x 12 x 16: two by one by two
 
 
-def rewritten(tiny: Path, path: Path, *, prefix: str = "", change=lambda tensors: None) -> Path:
-    with safe_open(tiny, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}
-        metadata = file.metadata()
-    change(tensors)
-    save_file({prefix + name: tensor for name, tensor in tensors.items()}, path, metadata)
-    return path
-
-
 # --- the file -------------------------------------------------------------------------------------------------------
 
 
@@ -107,9 +98,9 @@ def test_coarse_tensors_of_other_exports_are_left_out_and_strange_ones_refused(t
     def strange(tensors):
         tensors["decoder.refiner.weight"] = torch.zeros(3)
 
-    assert load_video_vae(rewritten(tiny, tmp_path / "c.safetensors", change=coarse), device="cpu").resident
+    assert load_video_vae(rewritten(tiny, tmp_path / "c.safetensors", tensors=coarse), device="cpu").resident
     with pytest.raises(CheckpointError, match="unexpected: decoder.refiner.weight"):
-        load_video_vae(rewritten(tiny, tmp_path / "s.safetensors", change=strange), device="cpu")
+        load_video_vae(rewritten(tiny, tmp_path / "s.safetensors", tensors=strange), device="cpu")
 
 
 def test_gates_scale_the_rows_of_the_output_projections(tiny, tmp_path):
@@ -133,7 +124,7 @@ def test_gates_scale_the_rows_of_the_output_projections(tiny, tmp_path):
                         tensors[name] = tensors[name].float() * rows
 
     paths = [
-        rewritten(tiny, tmp_path / f"{change.__name__}.safetensors", change=change) for change in (gated, multiplied)
+        rewritten(tiny, tmp_path / f"{change.__name__}.safetensors", tensors=change) for change in (gated, multiplied)
     ]
     by_gate, by_hand = (
         load_video_vae(path, device="cpu", dtype=torch.float32).decode_raw(random_latent(1)) for path in paths
