@@ -84,6 +84,7 @@ class AudioVAE(ResidentModule):
 
     @property
     def weights_bytes(self) -> int:
+        # What loading takes at its peak: packed for the kernels, half of the vocoder's stays.
         mel_vae, vocoder = ({prefix: prefix} for prefix in _PREFIXES)
         return planned_bytes(self.header, mel_vae, self.dtype) + planned_bytes(self.header, vocoder, torch.float32)
 
@@ -157,6 +158,8 @@ class AudioVAE(ResidentModule):
         batch, _, frames, _ = self._check_latent(latent.shape)
         timeline = timeline or Timeline(None, device=self.device)
         self.ensure_resident(timeline)
+        if self.device.type == "cuda" and self.module.plain_reason:
+            timeline.note(DECODE_PHASE, f"the vocoder runs on plain torch: {self.module.plain_reason}")
         with torch.inference_mode():
             latent = latent.to(self.device)
             _refuse_non_finite(DECODE_PHASE, latent, "latent")
