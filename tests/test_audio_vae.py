@@ -432,6 +432,14 @@ def test_auto_records_a_length_that_comes_back(recorded):
     assert recorded.graphs.counters.captures == 1
 
 
+def test_auto_leaves_long_sound_eager(recorded, monkeypatch):
+    monkeypatch.setattr(audio_vae, "_AUTO_LATENT_FRAMES", 3)
+    for shape in ({"frames": 4}, {"frames": 2, "batch": 2}):
+        for _ in range(2):
+            assert "capture" not in stages_of(recorded, random_latent(**shape))
+    assert stages_of(recorded, random_latent(4), cuda_graph="on") == ["capture"]
+
+
 def test_on_records_at_once_and_a_result_outlives_the_next_replay(recorded, vae):
     latents = [random_latent(2, seed=seed) for seed in range(3)]
     waveforms = [recorded.decode(latent, cuda_graph="on") for latent in latents]

@@ -42,6 +42,9 @@ _PREFIXES = ("audio_vae.", "vocoder.")
 _VOCODER_VALUES = 14
 _MEL_VAE_VALUES = 8
 _MAX_GRAPHS = 4
+# "auto" records clips up to 20 s: at 5 s an H200 takes 16 ms and its host 20, so beyond this no host is the slower one, and
+# a recording would hold 40 MB a second of sound for nothing.
+_AUTO_LATENT_FRAMES = 500
 
 
 def load_audio_vae(
@@ -126,7 +129,7 @@ class AudioVAE(ResidentModule):
         latent: (B, C, T, bins) float, normalised, on any device. The sound is 30 ms shorter than T / 25 seconds.
         The same latent gives the same bits every time, replayed or not.
         cuda_graph: "off"; "on": the decode is recorded at the first use of a length and replayed after; "auto": at the
-        second use. Where it can't be recorded it runs eager, with a note of the reason in the timeline.
+        second use, up to 20 s. Where it can't be recorded it runs eager, with a note of the reason in the timeline.
         graphs_refused: why the host forbids CUDA graphs, empty when it doesn't.
         check_cancelled: called before every stage, or before a replay; whatever it raises ends the decode and leaves
         the VAE usable.
@@ -188,6 +191,8 @@ class AudioVAE(ResidentModule):
                 # The workspace is scratch: there is nothing to copy into it.
                 recording.load(None, inputs)
                 outputs: _Decoded = recording.replay()
+        elif cuda_graph == "auto" and latent.shape[0] * latent.shape[2] > _AUTO_LATENT_FRAMES:
+            return None
         elif cuda_graph == "on" or self.graphs.measurement(key):
             outputs = self._capture(key, inputs, timeline)
             if outputs is None:
