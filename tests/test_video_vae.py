@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from live_memory import LiveMemory
 from model_files import rewritten
 
 from ltx_runtime.checkpoint import read_header
 from ltx_runtime.config import ConvVAEConfig
 from ltx_runtime.errors import CheckpointError, NonFiniteError, RequestError, ShapeError
+from ltx_runtime.residency import build_on_meta
 from ltx_runtime.timing import Timeline
-from ltx_runtime.video_vae import AskedSizes, DecodePlan, Tiling, VideoVAE, load_video_vae
+from ltx_runtime.video_vae import AskedSizes, ConvVideoVAE, DecodePlan, Tiling, VideoVAE, conv_pointwise, load_video_vae
 from ltx_runtime.video_vae.host_frames import allocate_frames
 from ltx_runtime.video_vae.plan import MAX_ELEMENTS, exact_decode_bytes, plan_decode, smaller_decode_plan
 from ltx_runtime.video_vae.streaming import ClipMemory
@@ -313,6 +315,34 @@ def test_the_overlaps_of_a_plan_are_those_of_its_tiles(vae):
     assert overlaps.shared == (((1, 9), (9, 17)), (), ((64, 96),))
     assert overlaps.words() == "6 tiles sharing 8 frames, 32 px"
     assert vae.overlaps(shape, vae.plan(shape)) is None
+
+
+# Whole, streamed, and streamed clips too short to fill the decoder.
+@pytest.mark.parametrize(
+    "frames, height, width, chunk", [(16, 16, 24, 16), (24, 16, 24, 4), (24, 4, 6, 1), (5, 34, 60, 4)]
+)
+def test_a_plan_covers_what_a_decode_holds_and_not_much_more(monkeypatch, frames, height, width, chunk):
+    """Fused: what cuDNN holds by itself in the plain layout shows on a GPU only (test_conv_decode_gpu.py)."""
+    monkeypatch.setattr(conv_pointwise, "is_fused", lambda device, dtype: True)
+    monkeypatch.setattr(conv_pointwise, "try_triton", lambda launch, what: True)
+    monkeypatch.setattr(torch.nn.functional, "conv3d", channels_last_conv3d)
+    module = build_on_meta(lambda: ConvVideoVAE(published_config()))
+    latent = torch.empty(1, 128, frames, height, width, device="meta")
+    with torch.inference_mode():
+        list(module.decode(latent[:, :, :1, :1, :1], 1))  # lays the weights out
+        on_the_way = None
+        with LiveMemory() as memory:
+            for pixels in module.decode(latent, chunk):
+                on_the_way = torch.empty(pixels.shape, dtype=torch.float32, device="meta")
+                del pixels
+        assert on_the_way is not None
+    options = {"free_bytes": None, "asked": AskedSizes(temporal_size=8 * chunk)}
+    assert memory.peak_bytes < published_plan(tuple(latent.shape), **options).peak_bytes < 1.6 * memory.peak_bytes
+
+
+def channels_last_conv3d(x, weight, padding):
+    shape = (x.shape[0], weight.shape[0], x.shape[2] - 2, *x.shape[3:])
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)
 
 
 def test_no_tensor_of_a_plan_passes_the_index_limit():
