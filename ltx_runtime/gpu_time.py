@@ -51,38 +51,41 @@ class GpuTime:
     reason: str | None = None
 
 
+# Calls that only look at memory in another way, or allocate it; and those that may do either.
+_NO_LAUNCH = frozenset(
+    {
+        "view", "view_as", "expand", "expand_as", "unflatten", "transpose", "permute", "movedim", "t", "squeeze",
+        "unsqueeze", "select", "narrow", "unbind", "split", "chunk", "detach", "as_strided", "empty", "empty_like", "empty_strided",
+        "new_empty", "new_empty_strided", "__get__",
+    }
+)  # fmt: skip
+_MAY_LAUNCH = frozenset(
+    {"to", "float", "double", "half", "bfloat16", "contiguous", "reshape", "flatten", "__getitem__"}
+)
+
+
 class LaunchCount(TorchFunctionMode):
-    """Counts the kernels that PyTorch calls of this thread launch: one for each result in memory of its own, one for
-    each call that writes into its arguments. Composite results and split matrix products count once (2 % too few at
-    S0)."""
+    """Counts the kernels that PyTorch calls of this thread launch: one for each call with a tensor for a result, but
+    for views. Composite calls and split matrix products count once (2 % too few at S0)."""
 
     def __init__(self):
         super().__init__()
         self.launches = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = func(*args, **kwargs) if kwargs else func(*args)
         name = getattr(func, "__name__", "")
-        if name.startswith("empty"):
-            return result
-        writes = "out" in kwargs or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        self.launches += writes or not _memory_of(result) <= _memory_of((args, kwargs))
+        if name not in _NO_LAUNCH:
+            several = isinstance(result, tuple) and len(result) > 0 and isinstance(result[0], Tensor)
+            if name in _MAY_LAUNCH and args and isinstance(result, Tensor):
+                self.launches += _memory_of(result) != _memory_of(args[0])
+            elif several or isinstance(result, Tensor) or name == "__setitem__":
+                self.launches += 1
         return result
 
 
-def _memory_of(tree: Any) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in _tensors(tree)}
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        yield from _tensors(tuple(tree.values()))
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _tensors(item)
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def queued_gpu_time(
