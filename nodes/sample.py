@@ -16,6 +16,7 @@ from ..ltx_runtime.noise import NOISE_CONVENTIONS
 from ..ltx_runtime.request import check_request
 from ..ltx_runtime.sampler import SampleRequest, SampleResult, sample
 from ..ltx_runtime.schedules import SAMPLERS, SCHEDULES, check_sigmas, resolve_sampler, resolve_schedule
+from ..ltx_runtime.shapes import AUDIO_LATENTS_PER_SECOND, audio_latent_frames
 from ..ltx_runtime.step_runner import check_graphs_allowed
 from . import host, live
 from .checks import check_socket
@@ -242,6 +243,8 @@ def read_job(
         raise RequestError("positive: it names guides of a video, and latent_image holds sound only.")
     if latent.audio is not None:
         audio = audio_state_from_comfyui(latent.audio.float(), masks.get("audio"), prompt.voice)
+        if video is not None:
+            notes += _length_notes(video.shape.num_frames, prompt.frame_rate, latent.audio_shape.frames)
     elif prompt.voice is not None:
         raise RequestError("positive: it holds a reference voice (ref_audio), and latent_image holds no sound.")
     request = SampleRequest(
@@ -274,6 +277,16 @@ def read_job(
         "guidance": None if guidance is None else dataclasses.asdict(guidance),
     }
     return SamplingJob(model, latent, request, settings, tuple(notes))
+
+
+def _length_notes(num_frames: int, frame_rate: float, audio_frames: int) -> list[str]:
+    """What to say when picture and sound end at different times."""
+    if abs(audio_latent_frames(num_frames, frame_rate) - audio_frames) <= 1:
+        return []
+    return [
+        f"the sound lasts {audio_frames / AUDIO_LATENTS_PER_SECOND:.2f} s, the video {num_frames / frame_rate:.2f} s at "
+        f"{frame_rate:g} frames a second; give the sound's latent and LTXVConditioning one frame rate"
+    ]
 
 
 def read_sampler(sampler: Any) -> tuple[str, dict[str, float]]:

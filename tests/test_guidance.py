@@ -124,6 +124,13 @@ def test_a_step_in_which_both_streams_are_reused_runs_no_forward():
     assert len(calls_of(tiny_request(guidance=guidance))[0]) == 2
 
 
+def test_the_prediction_that_ends_res_2s_is_never_skipped():
+    guidance = Guidance(GuidanceSpec(skip_step=2), GuidanceSpec(skip_step=2))
+    request = tiny_request(guidance=guidance, sampler="res_2s", sigmas=torch.tensor([1.0, 0.5, 0.0]))
+    # Two calls in the first step, none in the second, one at the end, whose index a skip of 2 would pass over.
+    assert len(calls_of(request)[0]) == 2 + 0 + 1
+
+
 def test_a_render_of_one_stream_is_guided_without_the_other():
     guidance = Guidance(GuidanceSpec(3.0, modality_scale=3.0, **STG), GuidanceSpec(7.0))
     request = tiny_request(audio=None, guidance=guidance)

@@ -1,4 +1,4 @@
-"""Noise of renders whose seed is at the end of what ComfyUI's seed box takes."""
+"""Noise: seeds at the end of what ComfyUI's seed box takes, the statistics of res_2s, the order of the reference's draws."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_sampling import tiny_model, tiny_request
 
-from ltx_runtime.noise import ANCESTRAL_SEED_OFFSET, ComfyNoise, ReferenceNoise
+from ltx_runtime.noise import ANCESTRAL_SEED_OFFSET, ComfyNoise, ReferenceNoise, SdeNoise
 from ltx_runtime.sampler import sample
 
 LAST = 2**64 - 1
@@ -34,3 +34,19 @@ def test_a_derived_seed_behind_the_last_starts_over():
         drawn, elsewhere = source.step(request.video, None)[0], other.step(request.video, None)[0]
         values = torch.randn(drawn.numel(), generator=generator).sort().values
         assert torch.equal(drawn.flatten().sort().values, values) and not torch.equal(drawn, elsewhere)
+
+
+def test_start_noise_of_the_reference_is_one_stream_of_draws_video_first():
+    request = tiny_request()
+    source = ReferenceNoise(5, torch.device("cpu"), torch.float32)
+    generator = torch.Generator().manual_seed(5)
+    for drawn, state in zip(source.initial(request.video, request.audio), (request.video, request.audio)):
+        assert torch.equal(drawn, torch.randn(state.initial.shape, generator=generator))
+
+
+def test_noise_of_res_2s_is_standardised_in_every_sample():
+    request = tiny_request(batch=3)
+    for drawn in SdeNoise(-1, torch.device("cpu")).step(request.video, request.audio):
+        assert drawn.dtype == torch.float64 and len(drawn) == 3
+        for sample_noise in drawn:
+            assert abs(sample_noise.mean()) < 1e-12 and abs(sample_noise.std() - 1) < 1e-12

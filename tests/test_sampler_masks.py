@@ -98,6 +98,20 @@ def test_a_masked_loop_is_the_naive_loop(convention, sampler_name, image, sound)
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
+def test_a_schedule_that_ends_above_zero(convention):
+    """ComfyUI divides the noisy end by 1 - sigma; the reference hands it on as it is."""
+    request = tiny_request(noise_convention=convention, sigmas=torch.tensor([1.0, 0.9, 0.4]))
+    dtypes = [torch.float32] * (convention == "reference")
+    source = {"reference": ReferenceNoise, "comfyui": ComfyNoise}[convention](3, torch.device("cpu"), *dtypes)
+    expected = naive_loop(request, dict(zip(("video", "audio"), source.initial(request.video, request.audio))))
+    scale = 0.6 if convention == "comfyui" else 1.0
+    result = sampled(request)
+    assert (patchify_video(result.video) - expected["video"] / scale).abs().max() <= TOLERANCE
+    assert (patchify_audio(result.audio) - expected["audio"] / scale).abs().max() <= TOLERANCE
+    assert any("end at 0.4" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
 def test_a_reference_voice_is_heard_and_is_not_in_the_result(convention, sound):
     """Against the naive loop; the same noise for the sound that is generated; each voice another result."""
     features = patchify_audio(sound).shape[2]

@@ -49,6 +49,20 @@ def failure(client, prompt) -> str:
     return run.error
 
 
+@pytest.mark.parametrize(
+    ("length", "latent_rate", "words"),
+    [(9, 24.0, None), (25, 24.0, None), (121, 24.0, "the sound lasts 5.04 s, the video 4.84 s at 25 frames a second")],
+)
+def test_sound_of_another_length_than_the_video_is_reported(client, base, length, latent_rate, words):
+    """The conditioning names no frame rate, so the video has 25 frames a second; one latent frame of sound is no difference."""
+    prompt = prompts.render()
+    prompt["latent"]["inputs"] |= {"length": length, "frame_rate": latent_rate, "width": 32, "height": 32}
+    prompt["sampler"]["inputs"] |= {"schedule": "dev", "steps": 1}
+    assert client.run(prompt).outcome == "execution_success"
+    notes = last_notes(base)
+    assert (words in notes) if words else ("the sound lasts" not in notes)
+
+
 def test_guidance_changes_the_frames_and_is_reported(client, base, frames_of):
     plain = frames_of(client.run(guided()))
     stg = frames_of(client.run(guided(video_stg=2.0, video_rescale=0.5)))
