@@ -384,12 +384,11 @@ def _seam_words(sheet: _Sheet, box, seams: SeamFindings) -> int:
     """What was found at the seams, behind the colour of their marks; returns the height that it takes."""
     left, top, right = box
     sheet.draw.rectangle((left, top + 2, left + 22, top + 18), fill=OVERLAP)
-    words = "where tiles overlap"
+    words = "tiles overlap"
     sheet.text((left + 32, top), words, 18, INK, 300)
     left += 32 + _font(18).getlength(words) + 28
     colour = {True: RED, False: AMBER, None: FAINT}[seams.at_seams]
-    sheet.text((left, top), seams.words(), 18, colour, right - left)
-    return 36
+    return int(sheet.paragraph((left, top), seams.words(), 18, colour, right - left, 2)) + 14
 
 
 def _heat_scale(sheet: _Sheet, box, comparison: Comparison) -> None:

@@ -7,6 +7,9 @@ import copy
 TEXT_ENCODER_LOADERS = ("CLIPLoader", "DualCLIPLoader", "LTXAVTextEncoderLoader")
 # What the small rule sets, by node. Two stages double the size, so it must be a multiple of 32 before that.
 SMALL_WIDTH, SMALL_HEIGHT, SMALL_LENGTH = 64, 64, 17
+# A workflow with tiles is made as wide as two of them.
+SMALL_TILES = {"tile_size": 64, "overlap": 32}
+SMALL_TILED_WIDTH = 96
 SMALL_STEPS = 2
 SMALL_REGION = {"start_time": 0.2, "end_time": 0.5}
 
@@ -42,13 +45,25 @@ def _sources(node: dict) -> set[str]:
     return {value[0] for value in node["inputs"].values() if isinstance(value, list)}
 
 
-def small(api: dict[str, dict]) -> dict[str, dict]:
-    """The small rule: sizes, lengths, steps and seconds that tiny files render in no time on a CPU."""
+def with_decoder(api: dict[str, dict], vae_name: str) -> dict[str, dict]:
+    """The decoder rule: every LTX Graph Video VAE Loader has this file, everything else is untouched."""
     api = copy.deepcopy(api)
     for node in api.values():
+        if node["class_type"] == "LTXGraphVideoVAELoader":
+            node["inputs"]["vae_name"] = vae_name
+    return api
+
+
+def small(api: dict[str, dict]) -> dict[str, dict]:
+    """The small rule: sizes, lengths, steps, tiles and seconds that tiny files render in no time on a CPU."""
+    api = copy.deepcopy(api)
+    width = SMALL_TILED_WIDTH if _tiled(api) else SMALL_WIDTH
+    for node in api.values():
         inputs = node["inputs"]
+        if node["class_type"] == "LTXGraphVideoDecode" and inputs["tile_size"]:
+            inputs |= SMALL_TILES
         if node["class_type"] == "LTXGraphEmptyLatent":
-            inputs |= {"width": SMALL_WIDTH, "height": SMALL_HEIGHT, "length": SMALL_LENGTH}
+            inputs |= {"width": width, "height": SMALL_HEIGHT, "length": SMALL_LENGTH}
         elif node["class_type"] == "LTXGraphVideoEncode":
             inputs |= {"width": SMALL_WIDTH, "height": SMALL_HEIGHT}
         elif node["class_type"] == "LTXGraphTemporalRegion" and inputs["end_time"]:
@@ -58,7 +73,11 @@ def small(api: dict[str, dict]) -> dict[str, dict]:
     return api
 
 
+def _tiled(api: dict[str, dict]) -> bool:
+    return any(node["inputs"].get("tile_size") for node in api.values() if node["class_type"] == "LTXGraphVideoDecode")
+
+
 def small_size(api: dict[str, dict]) -> tuple[int, int, int]:
     """(frames, width, height) of the video that a workflow of the small rule saves."""
     scale = 2 if any(node["class_type"] == "LTXGraphLatentUpscale" for node in api.values()) else 1
-    return SMALL_LENGTH, SMALL_WIDTH * scale, SMALL_HEIGHT * scale
+    return SMALL_LENGTH, (SMALL_TILED_WIDTH if _tiled(api) else SMALL_WIDTH) * scale, SMALL_HEIGHT * scale

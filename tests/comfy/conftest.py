@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from input_files import write_input_files
 from PIL import Image
-from server import ComfyClient, ComfyServer, Run, install_pack, install_tiny, make_base
+from server import ComfyClient, ComfyServer, Run, install_pack, install_test_pack, install_tiny, make_base
 
 import dev
 
@@ -37,7 +36,7 @@ def base(tmp_path_factory) -> Path:
     install_pack(folder)
     install_tiny(folder)
     write_input_files(folder / "input")
-    shutil.copytree(Path(__file__).with_name("test_pack"), folder / "custom_nodes" / "ltxgraph_test_pack")
+    install_test_pack(folder)
     return folder
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from canvas import Canvas
@@ -18,6 +18,7 @@ from server import DEV_TRANSFORMER_FILE, ROOT, ComfyServer, install_pack, instal
 import dev
 from ltx_runtime.tiny import (
     AUDIO_VAE_FILE,
+    DIFFUSION_VAE_FILE,
     LORA_FILE,
     POSITIVE_FILE,
     SPATIAL_UPSCALER_FILE,
@@ -57,11 +58,14 @@ TWO_STAGE_SIZES = (
     "half in *Size of stage 1*); frames 8k+1 (121 at 24 a second is 5 s)."
 )
 
+# Of VAEDecodeTiled in ComfyUI's templates.
+TEMPLATE_TILES = {"tile_size": 512, "overlap": 64, "temporal_size": 64, "temporal_overlap": 16}
 ONE_STAGE_SIZES = "**Sizes**: multiples of 32; frames 8k+1 (121 at 24 a second is 5 s)."
 
 
 def files(*names: str) -> str:
-    lines = "\n".join(f"- `{name}`" for name in names)
+    either = DIFFUSION_VIDEO_VAE not in names
+    lines = "\n".join(f"- `{name}`" + (EITHER_DECODER if name == VIDEO_VAE and either else "") for name in names)
     return f"**Files** (Hugging Face, `Lightricks/LTX-2.5`; same folders below `models/`)\n\n{lines}"
 
 
@@ -70,6 +74,11 @@ DEV_TRANSFORMER = f"diffusion_models/{DEV_TRANSFORMER_FILE}"
 LORA = f"loras/{LORA_FILE}"
 TEXT_ENCODER = f"text_encoders/{TEXT_ENCODER_FILE}"
 VIDEO_VAE = f"vae/{VIDEO_VAE_FILE}"
+DIFFUSION_VIDEO_VAE = f"vae/{DIFFUSION_VAE_FILE}"
+EITHER_DECODER = (
+    f", the convolutional decoder; or `{DIFFUSION_VIDEO_VAE}`, the diffusion decoder of ComfyUI's templates: choose it in "
+    "*LTX Graph Video VAE Loader*"
+)
 AUDIO_VAE = f"vae/{AUDIO_VAE_FILE}"
 UPSCALER = f"latent_upscale_models/{SPATIAL_UPSCALER_FILE}"
 
@@ -91,8 +100,12 @@ def text_encoder(canvas: Canvas) -> int:
     )
 
 
+def video_vae(canvas: Canvas, file: str = VIDEO_VAE_FILE, title: str | None = None) -> int:
+    return canvas.add("LTXGraphVideoVAELoader", title=title, vae_name=file, download=("vae", file))
+
+
 def vaes(canvas: Canvas) -> tuple[int, int]:
-    video = canvas.add("LTXGraphVideoVAELoader", vae_name=VIDEO_VAE_FILE, download=("vae", VIDEO_VAE_FILE))
+    video = video_vae(canvas)
     return video, canvas.add("LTXGraphAudioVAELoader", vae_name=AUDIO_VAE_FILE, download=("vae", AUDIO_VAE_FILE))
 
 
@@ -229,8 +242,8 @@ def comparison(canvas: Canvas, *, demo: bool) -> None:
         shown(canvas, parity, 2260, 760)
 
 
-def shown(canvas: Canvas, parity: int, x: int, y: int) -> None:
-    """What a parity node gives, in two columns."""
+def shown(canvas: Canvas, parity: int, x: int, y: int, prefix: str = "") -> None:
+    """What a parity node gives, in two columns. prefix: of the pictures' names."""
     canvas.column(x, 760, y)
     canvas.add("PreviewAny", title="Verdict and timing", node_height=640, source=(parity, 0))
     canvas.column(x + 820, 480, y)
@@ -239,11 +252,81 @@ def shown(canvas: Canvas, parity: int, x: int, y: int) -> None:
         title="Save: difference",
         node_height=270,
         images=(parity, 2),
-        filename_prefix="ltxgraph/difference",
+        filename_prefix=f"ltxgraph/{prefix}difference",
     )
     canvas.add(
-        "SaveImage", title="Save: timelines", node_height=420, images=(parity, 3), filename_prefix="ltxgraph/timeline"
+        "SaveImage",
+        title="Save: timelines",
+        node_height=420,
+        images=(parity, 3),
+        filename_prefix=f"ltxgraph/{prefix}timeline",
     )
+
+
+def decode_compare(canvas: Canvas) -> None:
+    """One latent through both decoders, each untiled and tiled."""
+    canvas.column(-500)
+    canvas.note(DECODE_NOTE, 600)
+    with canvas.group("Models, prompt, size"):
+        canvas.column(0)
+        model = transformer(canvas)
+        encoder = text_encoder(canvas)
+        decoders = [
+            ("Conv decoder", "conv_", video_vae(canvas, title="Conv decoder")),
+            ("Diffusion decoder", "diffusion_", video_vae(canvas, DIFFUSION_VAE_FILE, "Diffusion decoder")),
+        ]
+        sound_decoder = canvas.add("LTXGraphAudioVAELoader", vae_name=AUDIO_VAE_FILE, download=("vae", AUDIO_VAE_FILE))
+        rate = frame_rate(canvas), 0
+        canvas.column(490)
+        text = prompt(canvas, encoder, FOX)
+        latent = canvas.add("LTXGraphEmptyLatent", width=768, height=512, length=121, frame_rate=rate)
+        both = conditioning(canvas, text, rate)
+    with canvas.group("Render"):
+        canvas.column(980, 360)
+        render = canvas.add(
+            "LTXGraphSampler", model=(model, 0), positive=(both, 0), latent_image=(latent, 0), seed=7
+        )
+        sound = canvas.add(
+            "LTXGraphAudioDecode", audio_vae=(sound_decoder, 0), samples=(render, 0), report=(render, 1)
+        )
+    untiled = []
+    for row, (title, prefix, loader) in enumerate(decoders):
+        top = 1180 * row
+        with canvas.group(f"{title}: tiled against untiled", VIOLET):
+            canvas.column(1400, 300, top)
+            arms = [
+                canvas.add(
+                    "LTXGraphVideoDecode",
+                    title=f"{title}, {how}",
+                    video_vae=(loader, 0),
+                    samples=(render, 0),
+                    report=(render, 1),
+                    **sizes,
+                )
+                for how, sizes in (("untiled", {}), ("tiled", TEMPLATE_TILES))
+            ]
+            untiled.append(arms[0])
+            compared(canvas, arms, 1760, top, prefix)
+    with canvas.group("Both decoders, untiled", VIOLET):
+        compared(canvas, untiled, 1760, 2360, "decoders_")
+    with canvas.group("Videos", GREEN):
+        for row, ((_, prefix, _), images) in enumerate(zip(decoders, untiled)):
+            canvas.column(3560, y=620 * row)
+            save_video(canvas, f"{prefix}decoder", (images, 0), (sound, 0), rate)
+
+
+def compared(canvas: Canvas, arms: Sequence[int], x: int, y: int, prefix: str) -> None:
+    """Two decode nodes in a parity node, in three columns."""
+    canvas.column(x, 380, y)
+    first, second = arms
+    parity = canvas.add(
+        "LTXGraphTimingParity",
+        frames_a=(first, 0),
+        frames_b=(second, 0),
+        report_a=(first, 1),
+        report_b=(second, 1),
+    )
+    shown(canvas, parity, x + 440, y, prefix)
 
 
 def demo_parity(canvas: Canvas) -> None:
@@ -625,6 +708,23 @@ verdict on frames and waveform, difference picture, timelines.
 
 {ONE_STAGE_SIZES}
 """
+DECODE_NOTE = f"""# LTX-2.5: both decoders, tiled against untiled
+
+One latent is decoded four times: by the convolutional and by the diffusion decoder, each as a whole (or streamed) and in the \
+tiles of ComfyUI's templates (512 pixels, 64 frames). Each pair is compared: largest and mean difference, where tiles overlap \
+and inside them, with a picture. The last comparison shows the two decoders side by side.
+
+{files(TRANSFORMER, TEXT_ENCODER, VIDEO_VAE, DIFFUSION_VIDEO_VAE, AUDIO_VAE)}
+
+{NATIVE_TEXT}
+
+**The diffusion decoder's noise** has seed 0, as in ComfyUI. All tiles take their part of the noise of the whole picture, so \
+that what differs are the seams. Its tiles share at least 160 pixels and 40 frames, the reference's minimum.
+
+**On your own clip**: *LTX Graph Video Encode* in the place of the sampler. One decoder is enough? Delete the other's group.
+
+{ONE_STAGE_SIZES}
+"""
 DEMO_NOTE = """# Demo: text to video, eager against CUDA graph
 
 The workflow *text_to_video* with its text nodes replaced by **LTX Graph Load Conditioning** and a small size. \
@@ -683,7 +783,8 @@ strength 0.7 (frames 0 and -1) behind the video's own frames, cut off again afte
 ancestral Euler at eta 0. Lightricks' reference instead replaces frame 0 (*LTX Graph Image To Video*) and appends the \
 last frame as a keyframe.
 
-The native guide nodes encode with a native VAE, hence the second loader of the same file.
+The native guide nodes encode with a native VAE, hence the second loader of the same file. (Both files hold the same \
+encoder, so that this loader need not change with the decoder.)
 
 {ONE_STAGE_SIZES}
 """
@@ -737,6 +838,7 @@ WORKFLOWS: dict[str, Callable[[Canvas], None]] = {
     "text_to_video": lambda canvas: comparison(canvas, demo=False),
     "demo_text_to_video": lambda canvas: comparison(canvas, demo=True),
     "demo_parity": demo_parity,
+    "decode_compare": decode_compare,
     "text_to_video_two_stage": text_to_video_two_stage,
     "image_to_video_two_stage": image_to_video_two_stage,
     "first_last_frame": first_last_frame,

@@ -111,6 +111,11 @@ def install_pack(base: Path) -> Path:
     return target
 
 
+def install_test_pack(base: Path) -> None:
+    """Add the nodes of tests/comfy/test_pack."""
+    shutil.copytree(Path(__file__).with_name("test_pack"), base / "custom_nodes" / "ltxgraph_test_pack")
+
+
 def install_tiny(base: Path, seed: int = 0) -> None:
     """Write the tiny checkpoints and conditioning into the base, under the names of the published files."""
     from ltx_runtime.tiny import write_tiny_checkpoints

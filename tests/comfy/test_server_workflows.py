@@ -10,9 +10,9 @@ from input_files import SOUND_RATE
 from make_workflows import WORKFLOWS, make
 from saved_video import read_video
 from server import ROOT
-from workflow_rules import small, small_size, without_text_nodes
+from workflow_rules import small, small_size, with_decoder, without_text_nodes
 
-from ltx_runtime.tiny import NEGATIVE_FILE, POSITIVE_FILE
+from ltx_runtime.tiny import DIFFUSION_VAE_FILE, NEGATIVE_FILE, POSITIVE_FILE, VIDEO_VAE_FILE
 
 NAMES = sorted(path.stem for path in (ROOT / "workflows" / "api").glob("*.json"))
 FRAME_RATE = 24
@@ -24,6 +24,8 @@ LARGEST_GAP_S = 0.05
 RENAMED_SINCE = {("SaveVideo", "format.codec"): "codec"}
 # The workflow whose sound goes into the file as it was loaded.
 GIVEN_SOUND = "audio_to_video"
+# The workflow that has both decoders.
+BOTH_DECODERS = "decode_compare"
 
 
 def read(*parts: str) -> dict:
@@ -39,9 +41,18 @@ def by_class(workflow: dict, outputs: dict) -> dict[str, dict]:
     return {workflow[node_id]["class_type"]: output for node_id, output in outputs.items()}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_runs_on_tiny_files_under_published_names(client, name):
-    workflow = small(without_text_nodes(read("api", f"{name}.json"), POSITIVE_FILE, NEGATIVE_FILE))
+def tiny(name: str) -> dict:
+    return small(without_text_nodes(read("api", f"{name}.json"), POSITIVE_FILE, NEGATIVE_FILE))
+
+
+@pytest.mark.parametrize("decoder", ["conv", "diffusion"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != BOTH_DECODERS])
+def test_runs_on_tiny_files_under_published_names(client, name, decoder):
+    """With either decoder: the file in the loader is all that changes."""
+    workflow = tiny(name)
+    other = with_decoder(workflow, {"conv": VIDEO_VAE_FILE, "diffusion": DIFFUSION_VAE_FILE}[decoder])
+    assert (other == workflow) == (decoder == "conv")
+    workflow = other
     run = client.run(workflow)
     assert run.outcome == "execution_success", run.error
     outputs = by_class(workflow, run.outputs)
@@ -59,6 +70,32 @@ def test_runs_on_tiny_files_under_published_names(client, name):
         assert (video.sample_rate, len(video.sound)) == ((SOUND_RATE, 1) if given else (SAMPLE_RATE, 2))
         assert abs(video.sound_seconds - video.seconds) <= LARGEST_GAP_S and video.sound.std() > 0.01
     assert parity or "SaveVideo" in outputs
+
+
+def test_both_decoders_are_compared_with_their_tiles_and_with_each_other(client):
+    workflow = tiny(BOTH_DECODERS)
+    run = client.run(workflow)
+    assert run.outcome == "execution_success", run.error
+
+    def outputs_of(class_type: str) -> list[dict]:
+        return [output for node_id, output in run.outputs.items() if workflow[node_id]["class_type"] == class_type]
+
+    reports = [json.loads(output["ltxgraph_report"][0]) for output in outputs_of("LTXGraphTimingParity")]
+    names = {tuple(render["name"] for render in report["renders"]): report["verdict"] for report in reports}
+    tiled = {
+        ("decode whole clip", "decode 2 tiles sharing 32 px"): None,
+        ("decode whole clip", "decode 4 tiles sharing 32 px"): True,  # the padded picture has more rows
+    }
+    decoders = tuple(f"video_vae {file}".removesuffix(".safetensors") for file in (VIDEO_VAE_FILE, DIFFUSION_VAE_FILE))
+    assert set(names) == {*tiled, decoders}
+    for arms, verdict in names.items():
+        assert verdict["status"] == "different", verdict["words"]
+        assert ("seams" in verdict["numbers"]) == (arms in tiled)
+        if tiled.get(arms):
+            assert verdict["numbers"]["seams"]["at_seams"] is tiled[arms]
+    videos = [read_video(client.view(output["images"][0])) for output in outputs_of("SaveVideo")]
+    frames, *size = small_size(workflow)
+    assert [video.sizes for video in videos] == [[tuple(size)] * frames] * 2 and all(len(v.sound) == 2 for v in videos)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -125,8 +125,8 @@ class NodeTimeline {
     }
     const render = this.find(id, name);
     if (first > render.events.length) {
-      // This page was opened in mid-render.
-      this.load(render).then(() => this.show(id));
+      // This page was opened in mid-render. Its node may have ended before the log is here: then the first arm stays.
+      this.load(render).then(() => this.show(render.live ? id : null));
     } else {
       render.events.splice(first, Infinity, ...events);
     }

@@ -1,10 +1,11 @@
 // The timeline widget in a headless Chromium: fills while a render runs, survives page reloads (one in mid-render), hover,
 // pin, zoom, themes, both node designs, a narrow node.
 //
-//   node timeline.mjs '{"url", "browser", "playwright", "artifacts", "frontend", "workflow"}'
+//   node timeline.mjs '{"url", "browser", "playwright", "artifacts", "frontend", "workflow", "hold"}'
 //
-// workflow: a UI workflow with all the nodes that show a timeline. Prints one JSON object, which test_widget.py judges. Screenshots go to artifacts.
+// workflow: a UI workflow with all the nodes that show a timeline. hold: the file by which the test pack makes a render wait. Prints one JSON object, which test_widget.py judges. Screenshots go to artifacts.
 import { createRequire } from 'node:module';
+import { rename, rm, writeFile } from 'node:fs/promises';
 import path from 'node:path';
 
 const options = JSON.parse(process.argv[2]);
@@ -19,6 +20,7 @@ const browser = await chromium.launch({
   ],
 });
 const page = await browser.newPage({ viewport: { width: 1500, height: 1000 } });
+page.setDefaultTimeout(120_000); // other builds may keep the machine busy
 const problems = [];
 const ours = (text) => /ltxg|LTXGraph/.test(text ?? '');
 page.on('pageerror', (error) => problems.push(`${error.message} ${error.stack}`));
@@ -117,23 +119,47 @@ results.before = await page.evaluate(() => shown());
 results.trace = await page.evaluate(async (href) => (await fetch(href)).json(), results.before[decode].trace);
 results.saved = await page.evaluate(() => JSON.stringify(app.graph.serialize()));
 
-// Both arms in one node, and a reload in the middle
+// Both arms in one node, and a reload while the second one stands in its third step or later. Its log reaches the new page
+// only after the node has ended.
 await looked(run);
+await writeFile(`${options.hold}.new`, '-eager-repeated 12');
+await rename(`${options.hold}.new`, options.hold);
 await page.evaluate((id) => queueOnly(id), run);
-await page.waitForFunction((id) => elementOf(id)?.dataset.live === 'true' && Number(elementOf(id).dataset.events) >= 8, run);
+await page.waitForFunction(
+  (id) => elementOf(id)?.dataset.render.endsWith('-eager-repeated') && Number(elementOf(id).dataset.events) >= 12, run);
 await looked(run, 'live');
 results.middle = (await page.evaluate(() => shown()))[run];
+let letThrough;
+const gate = new Promise((resolve) => (letThrough = resolve));
+await page.route('**/ltxgraph/timeline/*-eager-repeated*', (route) => gate.then(() => route.continue()));
 await page.reload();
 await ready();
 for (const id of [sampler, decode, parity]) await settled(id);
 await looked(sampler, 'render-after-reload');
 results.after = await page.evaluate(() => shown());
 passed('reloaded');
-await page.waitForFunction((id) => elementOf(id)?.querySelector('.ltxg-verdict').innerText, run, { timeout: 120_000 });
+await page.evaluate((id) => {
+  window.painted = [];
+  const element = elementOf(id);
+  new MutationObserver(() => painted.push([element.dataset.render, element.dataset.live]))
+    .observe(element, { attributes: true, attributeFilter: ['data-live', 'data-render'] });
+}, run);
+await rm(options.hold);
+await page.waitForFunction((id) => elementOf(id)?.querySelector('.ltxg-verdict').innerText, run);
+results.painted = await page.evaluate(() => painted);
+letThrough();
+const arm = (index) => page.evaluate(([id, index]) => elementOf(id).querySelectorAll('.ltxg-arms button')[index].click(), [run, index]);
+const log = (id) => page.evaluate(async (id) => (await app.api.fetchApi(`/ltxgraph/timeline/${id}`)).json(), id);
+await page.waitForFunction((id) => /eager repeated [0-9]/.test(elementOf(id).querySelector('.ltxg-arms').innerText), run);
 await settled(run);
 await looked(run, 'parity');
 results.end = (await page.evaluate(() => shown()))[run];
-results.log = await page.evaluate(async (id) => (await app.api.fetchApi(`/ltxgraph/timeline/${id}`)).json(), results.end.render);
+results.log = await log(results.end.render);
+await arm(1);
+await settled(run);
+results.second = (await page.evaluate(() => shown()))[run];
+results.secondLog = await log(results.second.render);
+await arm(0);
 passed('parity');
 
 // Hover, pin, zoom

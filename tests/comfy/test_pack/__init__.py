@@ -1,10 +1,13 @@
-"""Nodes that only the server tests have: what a broken or foreign node would put on a socket."""
+"""Nodes that only the server tests have: what a broken or foreign node would put on a socket; and a render that waits."""
 
 import gc
 import json
 import os
+import time
+from pathlib import Path
 
 import comfy.model_management
+import folder_paths
 import torch
 from comfy.nested_tensor import NestedTensor
 from comfy_extras.nodes_lt import LTXVAddGuide
@@ -30,6 +33,36 @@ class LTXTestNothing:
 
     def run(self):
         return (None,)
+
+HOLD_S = 300
+_ask_comfyui = comfy.model_management.throw_exception_if_processing_interrupted
+
+
+def _hold_or_go_on():
+    """Whoever asks whether the prompt was cancelled waits while input/hold names a phase log that has come so far since: by
+    the end of the render's id and a number of lines, as "-eager 12"."""
+    deadline = time.monotonic() + HOLD_S
+    while _held():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the test did not take input/hold away within {HOLD_S} s")
+        _ask_comfyui()
+        time.sleep(0.02)
+    _ask_comfyui()
+
+
+def _held() -> bool:
+    hold = Path(folder_paths.get_input_directory(), "hold")
+    try:
+        since = hold.stat().st_mtime_ns
+        ending, lines = hold.read_text(encoding="utf-8").split()
+    except FileNotFoundError:
+        return False
+    logs = Path(folder_paths.get_output_directory(), "ltxgraph").glob(f"*{ending}.jsonl")
+    later = [log for log in logs if log.stat().st_mtime_ns > since]
+    return any(len(log.read_bytes().splitlines()) >= int(lines) for log in later)
+
+
+comfy.model_management.throw_exception_if_processing_interrupted = _hold_or_go_on
 
 
 class LTXTestRaise:
