@@ -311,7 +311,7 @@ def decode_compare(canvas: Canvas) -> None:
         compared(canvas, untiled, 1760, 2360, "decoders_")
     with canvas.group("Videos", GREEN):
         for row, ((_, prefix, _), images) in enumerate(zip(decoders, untiled)):
-            canvas.column(3560, y=620 * row)
+            canvas.column(3560, y=720 * row)
             save_video(canvas, f"{prefix}decoder", (images, 0), (sound, 0), rate)
 
 
