@@ -223,7 +223,7 @@ class TransformerConfig:
     @property
     def generation(self) -> tuple[int, int]:
         """(2, 5) for model_version 2.5.0. Decides the default sampler of stage 1 (transformer.md section 12.3)."""
-        return _generation(self.model_version)
+        return generation(self.model_version)
 
     @classmethod
     def from_header(cls, header: CheckpointHeader) -> TransformerConfig:
@@ -259,7 +259,7 @@ class TransformerConfig:
         if model_version is None:
             # 2.5 dropped the video feed-forward bias; nothing else in a bare file tells the two apart.
             model_version = "2.3.0" if "transformer_blocks.0.ff.net.0.proj.bias" in shapes else "2.5.0"
-        _generation(model_version, source)
+        generation(model_version, source)
         in_channels = settings.get("in_channels", _size(shapes, "patchify_proj.weight", 1, source))
         return cls(
             num_layers=settings["num_layers"],
@@ -733,7 +733,13 @@ def _blocks(
     return tuple(blocks)
 
 
-def _generation(model_version: str, source: str = "config") -> tuple[int, int]:
+def same_generation(model_version: str, other: str) -> bool:
+    """Whether two files say the same first two numbers; compared as text, because a LoRA may say anything."""
+    return model_version.split(".")[:2] == other.split(".")[:2]
+
+
+def generation(model_version: str, source: str = "config") -> tuple[int, int]:
+    """(2, 5) for 2.5.0. Raises CheckpointError, naming source, for what is no version."""
     found = re.match(r"(\d+)\.(\d+)", model_version)
     if not found:
         raise CheckpointError(f"{source}: model_version is {model_version!r}, expected a number such as 2.5.0.")

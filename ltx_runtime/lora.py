@@ -37,6 +37,7 @@ from .checkpoint import (
     read_tensors,
     require_component,
 )
+from .config import same_generation
 from .errors import CheckpointError, RequestError
 from .memory import device_free_bytes
 
@@ -265,12 +266,8 @@ def generation_notes(adapters: Sequence[Adapter], model_version: str) -> tuple[s
         f"{adapter.file.name} was trained for LTX {adapter.file.model_version}, the model is {model_version}: "
         "it fits, but is not meant for it"
         for adapter in adapters
-        if adapter.file.model_version and _generation(adapter.file.model_version) != _generation(model_version)
+        if adapter.file.model_version and not same_generation(adapter.file.model_version, model_version)
     )
-
-
-def _generation(model_version: str) -> list[str]:
-    return model_version.split(".")[:2]
 
 
 def _fit(spec: LoraSpec, file: LoraFile, linears: Mapping[str, TensorSpec], transformer: CheckpointHeader) -> Adapter:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from .config import generation
 from .errors import RequestError
 
 DISTILLED_SIGMAS = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0)
@@ -135,14 +136,10 @@ def resolve_sampler(sampler: str, sigmas: torch.Tensor, file_name: str, model_ve
             raise RequestError(f"sampler_name={sampler!r} is not one of {', '.join(SAMPLERS)}.")
         return sampler, f"{sampler} sampler"
     first_stage = float(sigmas[0]) == 1.0
-    newer = _version(model_version) >= (2, 5)
+    newer = generation(model_version) >= (2, 5)
     if "distilled" in file_name.lower() and first_stage and newer:
         return "euler_ancestral", "euler_ancestral sampler (auto: distilled model, first stage)"
     return "euler", "euler sampler (auto)"
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".") if part.isdigit())
 
 
 class SamplerStep(NamedTuple):

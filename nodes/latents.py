@@ -8,6 +8,7 @@ import torch
 from comfy_api.latest import io
 
 from ..ltx_runtime.comfyui_conditioning import resize_mask
+from ..ltx_runtime.config import same_generation
 from ..ltx_runtime.errors import RequestError, ShapeError
 from ..ltx_runtime.shapes import (
     AUDIO_CHANNELS,
@@ -161,7 +162,7 @@ def check_generations(*models: host.DeviceModel, latent: LatentParts | None = No
     known = [(name, version) for name, version in found if version is not None]
     for name, version in known[1:]:
         first, first_version = known[0]
-        if version.split(".")[:2] != first_version.split(".")[:2]:
+        if not same_generation(version, first_version):
             raise RequestError(
                 f"{first} is of LTX {first_version}, {name} of LTX {version}. Two generations don't go together: choose "
                 f"the files of one."

@@ -62,6 +62,29 @@ def test_the_hq_schedule_follows_the_latent():
     assert torch.equal(resolve_schedule("dev HQ", 15, "")[0], dev_sigmas(15))
 
 
+@pytest.mark.parametrize(
+    ("file", "version", "first", "expected"),
+    [
+        ("ltx-2.5-22b-distilled-transformer-bf16.safetensors", "2.5.0", 1.0, "euler_ancestral"),
+        ("LTX-Distilled.safetensors", "2.10.0", 1.0, "euler_ancestral"),
+        ("ltx-2.5-22b-distilled-transformer-bf16.safetensors", "2.5.0", 0.909375, "euler"),
+        ("ltx-2.3-22b-distilled.safetensors", "2.3.0", 1.0, "euler"),
+        ("ltx-2.5-22b-dev-transformer-bf16.safetensors", "2.5.0", 1.0, "euler"),
+    ],
+)
+def test_auto_takes_ancestral_euler_for_the_first_stage_of_the_distilled_model_alone(file, version, first, expected):
+    chosen, words = resolve_sampler("auto", torch.tensor([first, 0.0]), file, version)
+    assert chosen == expected and expected in words and "auto" in words
+
+
+def test_auto_reads_the_schedule_off_the_file_name():
+    distilled = resolve_schedule("auto", 30, "LTX-Distilled.safetensors")
+    assert torch.equal(distilled[0], resolve_schedule("distilled", 30, "")[0]) and "LTX-Distilled" in distilled[1]
+    assert torch.equal(resolve_schedule("auto", 12, "ltx-dev.safetensors")[0], dev_sigmas(12))
+    with pytest.raises(RequestError, match=r"can't tell .* 'ltx-2.5.safetensors'.*Choose schedule"):
+        resolve_schedule("auto", 30, "ltx-2.5.safetensors")
+
+
 def test_samplers_are_chosen_by_name():
     sigmas = torch.tensor([1.0, 0.0])
     assert resolve_sampler("res_2s", sigmas, "any", "2.5.0")[0] == "res_2s"
