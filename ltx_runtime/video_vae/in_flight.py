@@ -48,7 +48,7 @@ class Pace:
         """on_share: gets the share of the work that is done, from 0 to 1."""
         self.check_cancelled = check_cancelled
         self._on_share = on_share
-        self._cuda = device.type == "cuda"
+        self._device = device
         self._marked = 0.0
         self._behind: tuple[torch.cuda.Event, float] | None = None
 
@@ -59,8 +59,8 @@ class Pace:
         if share - self._marked < _SHARE and share < 1:
             return
         self._marked = share
-        if self._cuda:
-            behind, self._behind = self._behind, (torch.cuda.current_stream().record_event(), share)
+        if self._device.type == "cuda":
+            behind, self._behind = self._behind, (torch.cuda.current_stream(self._device).record_event(), share)
             if behind is None:
                 return
             event, share = behind
