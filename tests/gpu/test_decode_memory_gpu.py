@@ -114,8 +114,8 @@ def test_a_real_shortage_at_every_plan_ends_in_the_frames_of_the_next(vaes, kind
     plans = plans_of(vae, latent)
     expected = [vae.decode(latent, plan=plan) for plan in plans]
     for rung, plan in enumerate(plans):
-        # A little more than this plan asks for, less than the ones before it.
-        room = plan.peak_bytes + (2 << 20)
+        # More than this plan asks for, by what the allocator rounds up and keeps in pieces; less than those before it.
+        room = int(1.03 * plan.peak_bytes) + (64 << 20)
         if rung and room >= min(before.peak_bytes for before in plans[:rung]):
             continue  # smaller in another sense: this one is not reached by memory
         frames, fallen = decode_within(vae, latent, room)
@@ -149,7 +149,8 @@ def test_a_shortage_in_the_middle_of_a_decode_ends_in_the_picture_of_a_smaller_p
         else:  # convolutions short of workspace took other algorithms: once rounded otherwise, up to bf16
             gap = frames - expected[rung]
             assert gap.square().mean().sqrt() < 2e-2 * expected[rung].square().mean().sqrt(), plans[rung].reason
-    assert len(reached) > 1, (reached, most, [(plan.peak_bytes, plan.reason[:60]) for plan in plans])
+    planned = [(plan.peak_bytes, plan.reason[:60]) for plan in plans]
+    assert len(reached) >= min(2, len(plans) - 1), (reached, most, planned)
 
 
 @pytest.mark.parametrize("kind", ["conv", "diffusion"])
