@@ -55,8 +55,8 @@ class GpuTime:
 _NO_LAUNCH = frozenset(
     {
         "view", "view_as", "expand", "expand_as", "unflatten", "transpose", "permute", "movedim", "t", "squeeze",
-        "unsqueeze", "select", "narrow", "unbind", "split", "chunk", "detach", "as_strided", "empty", "empty_like", "empty_strided",
-        "new_empty", "new_empty_strided", "__get__",
+        "unsqueeze", "select", "narrow", "unbind", "split", "chunk", "detach", "as_strided", "empty", "empty_like",
+        "empty_strided", "new_empty", "new_empty_strided", "__get__",
     }
 )  # fmt: skip
 _MAY_LAUNCH = frozenset(
