@@ -246,6 +246,7 @@ class StepRunner:
         timed = kind.measuring and kind.eager_runs == _TIMED_RUN
         if timed:
             self._drain()
+        begun = time.perf_counter()
         phase = self._timeline.begin("sample.step", step=index)
         try:
             with LaunchCount() if counted else contextlib.nullcontext() as count:
@@ -257,9 +258,9 @@ class StepRunner:
         if counted:
             kind.launches = count.launches
         if timed:
-            issued = time.perf_counter()
+            issued_ms = (time.perf_counter() - begun) * 1e3
             self._drain()
-            kind.timed_ms, kind.lag_ms = phase.wall_ms, (time.perf_counter() - issued) * 1e3
+            kind.timed_ms, kind.lag_ms = phase.wall_ms, phase.wall_ms - issued_ms
         kind.eager_runs += 1
         return outputs
 
