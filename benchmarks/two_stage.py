@@ -1,6 +1,6 @@
 """The distilled two-stage render with sound, 384x256 -> 768x512, text and image to video: phases, and eager against graphed.
 
-    python3 dev.py bench two_stage [t2v i2v] [--replays 3] [--json FILE]
+    python3 dev.py bench two_stage [t2v i2v] [--decoder conv|diffusion] [--replays 3] [--json FILE]
 
 Two requests (seed and prompt both differ) are rendered eager and, three times in turns, graphed; frames and waveform are
 compared bit for bit. Weights are random: times, memory and bits are real, pictures and sound are not.
@@ -17,6 +17,7 @@ import torch
 from full_size import (
     FRAME_RATE,
     RandomAudioVAE,
+    RandomDiffusionVAE,
     RandomTransformer,
     RandomUpsampler,
     RandomVideoEncoder,
@@ -32,11 +33,14 @@ from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape
 from ltx_runtime.timing import Timeline
 
 
+DECODERS = {"conv": RandomVideoVAE, "diffusion": RandomDiffusionVAE}
+
+
 class Models:
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, decoder: str):
         self.transformer = RandomTransformer(device)
         self.upsampler = RandomUpsampler(device)
-        self.vae = RandomVideoVAE(device)
+        self.vae = DECODERS[decoder](device)
         self.audio_vae = RandomAudioVAE(device)
         self.encoder = RandomVideoEncoder(device)
         for model in vars(self).values():
@@ -46,11 +50,12 @@ class Models:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kinds", nargs="*", metavar="t2v|i2v", help="both by default")
+    parser.add_argument("--decoder", choices=DECODERS, default="conv")
     parser.add_argument("--replays", type=int, default=3)
     parser.add_argument("--json", help="write the full numbers here")
     arguments = parser.parse_args()
     arguments.kinds = arguments.kinds or ["t2v", "i2v"]
-    models = Models(torch.device("cuda", 0))
+    models = Models(torch.device("cuda", 0), arguments.decoder)
     rows = []
     for kind in arguments.kinds:
         rows.append(measure(models, kind, arguments.replays))
@@ -59,6 +64,7 @@ def main() -> None:
     counters = models.transformer.graphs.counters
     result = {
         "benchmark": "two_stage",
+        "decoder": arguments.decoder,
         "environment": environment(),
         "rows": rows,
         "t2v_after_i2v": None if again is None else [graph["steps"] for graph in again],
@@ -104,7 +110,7 @@ def render(models: Models, kind: str, case: int, mode: str) -> tuple[torch.Tenso
         two = sample(models.transformer, second, cuda_graph=mode, timeline=timeline)
     with timeline.segment("decode"):
         frames = models.vae.decode(two.video, timeline=timeline)
-        waveform = models.audio_vae.decode(two.audio, timeline=timeline).cpu()
+        waveform = models.audio_vae.decode(two.audio, cuda_graph=mode, timeline=timeline).cpu()
     wall_ms = (time.perf_counter() - started) * 1e3
     return frames, waveform, [one.graph, two.graph], timeline, wall_ms
 
