@@ -1,4 +1,7 @@
-"""GPU time by events against CUPTI, on work of known size; a render's is checked in benchmarks/step.py."""
+"""GPU time by events against CUPTI, on work of known size; a render's is checked in benchmarks/step.py.
+
+Run it alone on the card: between events lie the time slices of other processes too, CUPTI leaves them out.
+"""
 import pytest
 import torch
 from torch import nn
@@ -19,6 +22,17 @@ class Block(nn.Module):
         for _ in range(self.launches // 3):
             x = torch.nn.functional.rms_norm(x @ self.weight + 1, x.shape[-1:])
         return x
+
+
+@pytest.fixture(autouse=True)
+def alone(device):
+    """Where NVML tells, nobody else computes on the card."""
+    pynvml = pytest.importorskip("pynvml")
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    if len(processes) > 1:
+        pytest.skip(f"{len(processes)} processes compute on this card")
 
 
 @pytest.fixture(autouse=True)
