@@ -86,6 +86,7 @@ class Workspace:
         signals = [STEREO * mel_frames * config.mel_bins, STEREO * frames * config.extension_mel_bins, spectra]
         for generator, inputs in ((config.vocoder, mel_frames), (config.extension, frames)):
             signals += [channels * length for channels, length in stage_sizes(generator, inputs)]
+            signals.append(STEREO * generator.rate * inputs)
         return batch * max(signals)
 
     @classmethod
