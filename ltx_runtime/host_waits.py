@@ -33,7 +33,7 @@ def host_waits_seen() -> Iterator[list[str]]:
     below.
 
     The switch is set to warn, so nothing is stopped, here or in other threads; the warnings that it causes are not
-    shown.
+    shown, but for a call of another thread that outlasts the block.
     """
     places: list[str] = []
     thread = threading.get_ident()
