@@ -44,7 +44,8 @@ class TokenState:
     appended_frames: int | None = 0
     # (N,) int64, each token's cell on that longer grid. None: all cells, in order.
     cells: Tensor | None = None
-    # How many appended tokens, at the end, ComfyUI's latent does not hold (a reference voice): they have no noise there.
+    # How many appended tokens, at the end, ComfyUI's latent does not hold (a reference voice): no noise is drawn for
+    # them.
     outside_latent: int = 0
 
     @property
@@ -223,8 +224,8 @@ def append_reference(
 
 
 def append_reference_audio(state: TokenState, tokens: Tensor) -> TokenState:
-    """Append the sound of a voice that the sound to be generated should have (ID-LoRA). It is given, and ends one latent
-    frame before the clip begins, so that its times are negative.
+    """Append the sound of a voice that the sound to be generated should have (ID-LoRA). It is given, and ends one
+    latent frame before the clip begins, so that its times are negative.
 
     tokens: (B or 1, T, C * mel), any float dtype, as patchify_audio makes them. Raises ShapeError when they don't fit.
     Source: what ComfyUI 0.30 to 0.33 do with `ref_audio`; the reference pipelines have no such thing.

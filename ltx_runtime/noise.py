@@ -88,8 +88,8 @@ class SdeNoise:
 class ComfyNoise:
     """Bit-equal to ComfyUI's: start noise float32 on the CPU, latent layout, video then audio from one generator seeded
     `seed`; ancestral noise one draw a step over the packed (video, audio) latent, on the latent's device, seeded `seed`
-    (`seed + 1` on the CPU). Appended tokens are latent frames behind the target's, and get the noise of their cells; those
-    outside the latent get none.
+    (`seed + 1` on the CPU). Appended tokens are latent frames behind the target's, and get the noise of their cells;
+    those outside the latent get none.
 
     start: noise that a NOISE socket made, (video (B,C,F,H,W) or None, audio (B,C,T,mel) or None), instead of the draw.
     """

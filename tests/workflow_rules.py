@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 
 TEXT_ENCODER_LOADERS = ("CLIPLoader", "DualCLIPLoader", "LTXAVTextEncoderLoader")
+# Inputs that a newer core node has under another name; it still takes that of the bundled files. SaveVideo's codec
+# moved under its format in 0.33.
+RENAMED_SINCE = {("SaveVideo", "format.codec"): "codec"}
 # What the small rule sets, by node. Two stages double the size, so it must be a multiple of 32 before that.
 SMALL_WIDTH, SMALL_HEIGHT, SMALL_LENGTH = 64, 64, 17
 # A workflow with tiles is made as wide as two of them.
@@ -38,6 +41,15 @@ def without_text_nodes(
         for node_id in hanging:
             del replaced[node_id]
     return replaced
+
+
+def in_bundled_names(api: dict[str, dict]) -> dict[str, dict]:
+    """A conversion by a newer ComfyUI with its core inputs under the names that the bundled files have."""
+    api = copy.deepcopy(api)
+    for node in api.values():
+        names = {new: old for (kind, new), old in RENAMED_SINCE.items() if kind == node["class_type"]}
+        node["inputs"] = {names.get(name, name): value for name, value in node["inputs"].items()}
+    return api
 
 
 def _sources(node: dict) -> set[str]:

@@ -1,5 +1,5 @@
-"""Our sampler against ComfyUI's own, on tiny checkpoints that ComfyUI itself names and loads: of the 2.3 flavour on every
-ComfyUI, of the 2.5 flavour from 0.32 on (COMFYUI_DIR).
+"""Our sampler against ComfyUI's own, on tiny checkpoints that ComfyUI itself names and loads: of the 2.3 flavour on
+every ComfyUI, of the 2.5 flavour from 0.32 on (COMFYUI_DIR).
 
 Noise and step arithmetic bit for bit. The model differs by kernels and order of operations, in float32: one forward
 within 1e-5, a whole render within 5e-4.
@@ -230,7 +230,7 @@ def test_one_forward(native, model):
 
 
 def test_the_compatibility_is_nearer_than_the_reference(native, model):
-    """Also where only the eps of the q/k norms differs, which lies below the tolerance (transformer.md section 18.2)."""
+    """Also where only the eps of the q/k norms differs, below the tolerance (transformer.md section 18.2)."""
     if native.compatibility != "comfyui":
         pytest.skip("not run: with sound, ComfyUI before 0.31 is not what the compatibility names")
     distances = {name: forward_distance(native, model, name) for name in ("comfyui", "reference")}

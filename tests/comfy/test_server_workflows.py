@@ -10,7 +10,7 @@ from input_files import SOUND_RATE
 from make_workflows import WORKFLOWS, make
 from saved_video import read_video
 from server import ROOT
-from workflow_rules import small, small_size, with_decoder, without_text_nodes
+from workflow_rules import in_bundled_names, small, small_size, with_decoder, without_text_nodes
 
 from ltx_runtime.tiny import DIFFUSION_VAE_FILE, NEGATIVE_FILE, POSITIVE_FILE, VIDEO_VAE_FILE
 
@@ -19,9 +19,6 @@ FRAME_RATE = 24
 SAMPLE_RATE = 48000
 # Sound ends 30 ms before its latent does, the latent at most 20 ms beside the video, and AAC has frames of 21 ms.
 LARGEST_GAP_S = 0.05
-# Inputs that a newer core node has under another name than the bundled files; it still takes the old one. SaveVideo's
-# codec moved under its format in 0.33.
-RENAMED_SINCE = {("SaveVideo", "format.codec"): "codec"}
 # The workflow whose sound goes into the file as it was loaded.
 GIVEN_SOUND = "audio_to_video"
 # The workflow that has both decoders.
@@ -101,16 +98,12 @@ def test_both_decoders_are_compared_with_their_tiles_and_with_each_other(client)
 @pytest.mark.parametrize("name", NAMES)
 def test_offline_conversion_gives_the_api_twin(object_info, name):
     """comfy-cli's own conversion, which headless users have; the browser's is in test_browser.py."""
-    converted = convert_ui_to_api(read(f"{name}.json"), object_info)
+    converted = in_bundled_names(convert_ui_to_api(read(f"{name}.json"), object_info))
     twin = read("api", f"{name}.json")
     assert set(converted) == set(twin)
     for node_id, node in twin.items():
         assert converted[node_id]["class_type"] == node["class_type"]
-        inputs = {
-            RENAMED_SINCE.get((node["class_type"], name), name): value
-            for name, value in converted[node_id]["inputs"].items()
-        }
-        assert inputs == node["inputs"], node_id
+        assert converted[node_id]["inputs"] == node["inputs"], node_id
 
 
 def test_the_files_are_what_the_script_makes(object_info, server):

@@ -50,7 +50,7 @@ def test_core_brings_its_own_dual_guider(client):
     module = client.object_info()["LTXVDualCFGGuider"]["python_module"]
     if tuple(int(part) for part in version.split(".")[:2]) < (0, 32):
         assert module.endswith("ltxgraph_test_pack")
-        pytest.skip(f"not run: the templates with core's LTXVDualCFGGuider, which ComfyUI {version} lacks; a stand-in was used")
+        pytest.skip(f"not run: the templates with core's LTXVDualCFGGuider; ComfyUI {version} has a stand-in for it")
     assert module == "comfy_extras.nodes_lt"
 
 

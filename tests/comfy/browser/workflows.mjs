@@ -21,6 +21,7 @@ const browser = await chromium.launch({
 
 async function openPage() {
   const page = await browser.newPage({ viewport: { width: 2400, height: 1100 } });
+  page.setDefaultTimeout(120_000); // a busy machine of two cores, which the server shares
   await page.route('**/*', (route) =>
     new URL(route.request().url()).hostname === '127.0.0.1' ? route.continue() : route.abort());
   await page.goto(options.url);
