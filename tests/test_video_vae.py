@@ -154,6 +154,24 @@ def test_a_steady_chunk_keeps_its_memory_in_place(vae):
         assert addresses and advance() == addresses
 
 
+def test_a_kernel_that_cannot_be_built_leaves_the_plain_decode(fresh_vae, monkeypatch):
+    """It shows in the first pass, when weights and window already lie as the kernels want them."""
+    pytest.importorskip("triton")
+    latent = random_latent(3, width=2)
+    expected = fresh_vae.decode_raw(latent)
+    tried = []
+
+    def fail(launch, what):
+        tried.append(what)
+        return False
+
+    monkeypatch.setattr(conv_pointwise, "is_fused", lambda device, dtype: not tried)
+    monkeypatch.setattr(conv_pointwise, "try_triton", fail)
+    assert (fresh_vae.decode_raw(latent) - expected).abs().max() < ROUNDING
+    assert tried == ["conv video VAE, finish"]
+    assert torch.equal(fresh_vae.decode_raw(latent), expected)
+
+
 # --- frames ---------------------------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ class TemporalConv(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, *, causal: bool, activated: bool = False) -> None:
         super().__init__()
-        self.conv = nn.Conv3d(in_channels, out_channels, KERNEL, padding=(0, 1, 1))
+        self.conv = nn.Conv3d(in_channels, out_channels, KERNEL, padding=PADDING)
         self.causal = causal
         self.activated = activated
 
