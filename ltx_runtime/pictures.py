@@ -186,10 +186,7 @@ def timeline_picture(
     _gpu_lane(sheet, axis, ends, busy, tops["GPU busy"], lane_height)
     for event in ends:
         _phase_bar(sheet, axis, event, tops[event["phase"]], lane_height)
-    for start, end in _uncovered(stays, covered):
-        x0, x1 = axis.span(start, end, least=1.0)
-        y = tops["unaccounted"]
-        sheet.draw.rectangle((x0, y + 4, x1, y + lane_height - 4), fill=UNACCOUNTED)
+    _unaccounted_lane(sheet, axis, _uncovered(stays, covered), tops["unaccounted"], lane_height)
     _lane_totals(sheet, summary, tops, lane_height)
     for event in ends:
         start, end = phase_interval(event)
@@ -583,6 +580,19 @@ def _gpu_lane(sheet: _Sheet, axis: _Axis, ends: Sequence[Mapping], busy, top: fl
         if x1 - x0 > 40:
             words = f"{sum(shares) / len(shares):.0%}"
             sheet.text(((x0 + x1) / 2, (low + high) / 2), words, _size(height), INK, x1 - x0, anchor="mm")
+
+
+def _unaccounted_lane(sheet: _Sheet, axis: _Axis, free: Sequence[Interval], top: float, height: float) -> None:
+    """Each column of pixels as strong as the share of it that no phase covers: a thousand short gaps are no solid band."""
+    share = np.zeros(sheet.image.width + 1)
+    for start, end in free:
+        x0, x1 = axis.x(start), axis.x(end)
+        columns = np.arange(int(x0), math.ceil(x1))
+        share[columns] += np.minimum(x1, columns + 1) - np.maximum(x0, columns)
+    for x in np.flatnonzero(share):
+        strength = min(share[x], 1.0)
+        colour = tuple(round(p + (u - p) * strength) for p, u in zip(PAPER, UNACCOUNTED))
+        sheet.draw.line((x, top + 4, x, top + height - 4), fill=colour)
 
 
 def _phase_bar(sheet: _Sheet, axis: _Axis, event: Mapping, top: float, height: float) -> None:

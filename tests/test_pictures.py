@@ -248,6 +248,17 @@ def test_unaccounted_time_is_drawn_where_it_is():
     assert before[1] < columns.min() < before[1] + 8 and columns.max() == pytest.approx(after[0], abs=2)
 
 
+def test_a_thousand_short_gaps_are_as_faint_as_they_are_together():
+    """1 % between the steps, each gap far below a pixel."""
+    events = phase("segment", 0, 1000 * 50, name="LTXGraphSampler")
+    events += [e for i in range(1000) for e in phase("sample.step", 50 * i, 49.5, step=i)]
+    picture = levels(timeline_picture(events))[:-60]
+    assert not where(picture, pictures.UNACCOUNTED).any()
+    longer = levels(timeline_picture(events + phase("segment", 50_000, 5000, name="LTXGraphVideoDecode")))[:-60]
+    columns = np.where(where(longer, pictures.UNACCOUNTED).any(0))[0]
+    assert len(columns) == pytest.approx((1390 - 250) / 11, abs=3)
+
+
 def test_a_failed_phase_is_marked():
     events = render(2) + phase("sample.step", 300, 30, step=2, error="RuntimeError")
     assert where(levels(timeline_picture(events)), pictures.RED).any()

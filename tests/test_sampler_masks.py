@@ -212,6 +212,14 @@ def guide_positions(frame, frames=1, causal=True, height=2, width=2, grid=1):
     return intervals
 
 
+@pytest.mark.parametrize("frame_rate", [12.0, 24.0, 120.0])
+def test_guides_lie_in_seconds_of_the_clips_own_frame_rate(image, frame_rate):
+    latent = torch.cat((torch.zeros(video_shape().as_tuple()), image), dim=2)
+    theirs = video_state_from_comfyui(latent, frame_rate, keyframe_idxs=guide_positions(9))
+    ours = append_keyframe(text_to_video_state(video_shape(), frame_rate), 9, image, frame_rate)
+    assert torch.allclose(theirs.positions, ours.positions)
+
+
 def assert_same_render(ours, theirs, **changes):
     for convention in CONVENTIONS:
         a, b = (sampled(tiny_request(video=video, noise_convention=convention, **changes)) for video in (ours, theirs))

@@ -458,6 +458,7 @@ class Chart {
     this.fontSize = Math.min(Math.max(rowHeight * 0.72, 9), 11);
     paper.font = `${this.fontSize}px Inter, system-ui, sans-serif`;
     this.short = width < 330;
+    this.painted = new Map(); // by row, how far its bars reach
     const names = model.rows.map((row) => this.rowName(row));
     const widest = Math.max(...names.map((name) => paper.measureText(name).width), 20);
     this.left = Math.min(widest + 8, 0.34 * width);
@@ -585,7 +586,8 @@ class Chart {
     const free = uncovered(model.segments.map((s) => [s.start, s.end]), model.bars.map((b) => [b.start, b.end]));
     for (const [start, end] of free) {
       const [x0, x1] = [this.x(start), this.x(end)];
-      paper.fillStyle = rgb(UNACCOUNTED);
+      // Fainter where it is less than a pixel: a thousand short gaps are no solid line.
+      paper.fillStyle = rgb(UNACCOUNTED, Math.min(x1 - x0, 1));
       paper.fillRect(x0, NODES_HEIGHT - 4, Math.max(x1 - x0, 1), 3);
       this.view.marks.push({ left: x0, right: x1, top: NODES_HEIGHT - 4, bottom: NODES_HEIGHT, title: "unaccounted", facts: [["wall", timeWords(end - start)], ["", "no named phase ran"]] });
     }
@@ -600,13 +602,17 @@ class Chart {
     const width = Math.max(x1 - x0 - (x1 - x0 > 6 ? 1 : 0), 1.5);
     const [y, tall] = [top + 2, this.rowHeight - 3];
     const colour = this.colour(bar.phase);
+    // What the row has not painted yet: half-tones of bars thinner than a pixel would add up to a full tone.
+    const left = Math.max(x0, this.painted.get(bar.phase) ?? x0);
+    const rest = Math.max(x0 + width - left, 0);
+    this.painted.set(bar.phase, left + rest);
     // Whole bar: wall. Filled from below: GPU busy, lighter where it comes from the measured step. Half-tone: not measured.
     paper.fillStyle = rgb(colour, bar.busy == null ? 0.7 : 0.25);
-    paper.fillRect(x0, y, width, tall);
+    paper.fillRect(left, y, rest, tall);
     if (bar.busy != null) {
       const level = Math.min(bar.busy, 1) * tall;
       paper.fillStyle = rgb(colour, bar.inferred ? 0.65 : 1);
-      paper.fillRect(x0, y + tall - level, width, level);
+      paper.fillRect(left, y + tall - level, rest, level);
     }
     if (bar.open) {
       paper.fillStyle = rgb(this.ink, 0.8);
@@ -622,7 +628,8 @@ class Chart {
     const number = bar.event.attrs?.step ?? bar.event.attrs?.chunk ?? bar.event.attrs?.tile;
     const share = bar.busy == null ? "" : shareWords(bar.busy);
     const [a, b] = [Math.max(x0, this.left), Math.min(x0 + width, this.right)];
-    const label = [number == null ? share : `${number + 1}${share && ` · ${share}`}`, number == null ? "" : `${number + 1}`]
+    const labels = b - a < 8 ? [] : [number == null ? share : `${number + 1}${share && ` · ${share}`}`, number == null ? "" : `${number + 1}`];
+    const label = labels
       .find((words) => words && paper.measureText(words).width < b - a - 4);
     if (label) {
       const alpha = bar.busy == null ? 0.7 : bar.busy < 0.5 ? 0.25 : bar.inferred ? 0.65 : 1;
