@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from test_guidance import prepared, sampled
 from tiny_sampling import random, tiny_request
 
-from ltx_runtime.errors import RequestError
+from ltx_runtime.errors import NonFiniteError, RequestError
 from ltx_runtime.schedules import RES_2S_LAST_SIGMA, dev_sigmas, resolve_sampler, resolve_schedule, sampler_steps
 from ltx_runtime.steps import Res2sCoefficients, step_coefficients
 
@@ -92,3 +93,27 @@ def test_samplers_are_chosen_by_name():
         resolve_sampler("heun", sigmas, "any", "2.5.0")
     with pytest.raises(RequestError, match="sampler='auto' is not one of euler, euler_ancestral, res_2s"):
         sampled(tiny_request(sampler="auto"))
+
+
+def test_the_host_is_one_step_behind_what_is_issued():
+    """So the GPU has its next step before the host waits for the last one."""
+    seen = []
+    sampled(
+        tiny_request(),
+        on_step=lambda done, total: seen.append(("ended", done)),
+        on_preview=lambda index, total, denoised: seen.append(("issued", index + 1)),
+    )
+    assert seen == [(what, step) for step in range(1, 5) for what in ("issued", "ended")]
+
+
+@pytest.mark.parametrize("stream", ["video", "audio"])
+def test_nan_ends_the_render_at_its_step_and_names_the_stream(stream):
+    other = {"video": "audio", "audio": "video"}[stream]
+    request = tiny_request(noise_convention="comfyui", **{other: None})
+    noise = random(*request.states[stream].latent_shape.as_tuple())
+    noise[0, 0, 0, 0] = float("nan")
+    given = (noise, None) if stream == "video" else (None, noise)
+    issued = []
+    with pytest.raises(NonFiniteError, match=f"sample.step: the {stream} latent holds NaN or Inf after step 1 of 4"):
+        sampled(dataclasses.replace(request, noise=given), on_preview=lambda index, *_: issued.append(index))
+    assert issued == [0]
