@@ -25,6 +25,7 @@ from full_size import FRAME_RATE, FRAMES, SIZES, RandomAudioVAE, RandomDiffusion
 
 from ltx_runtime.audio_vae import AudioVAE, load_audio_vae
 from ltx_runtime.gpu_activity import measure_gpu_busy
+from ltx_runtime.seams import compare_at_seams
 from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape, audio_latent_frames
 from ltx_runtime.timing import Timeline
 from ltx_runtime.tiny import write_tiny_checkpoints
@@ -136,6 +137,9 @@ def measure_video(cases: list[Case], repeats: int) -> list[dict]:
         to_host = [timed(vae, vae.decode, latent, plan=plan) for _ in range(repeats)]
         raw = [timed(vae, vae.decode_raw, latent, plan=plan) for _ in range(repeats)]
         largest, mean, differing = differences(frames, whole, vae.device)
+        seams = None
+        if plan.tiling is not None and whole is not None:
+            seams = compare_at_seams(frames.to(vae.device), whole, [vae.overlaps(latent.shape, plan)])
         rows.append(
             {
                 "size": case.name,
@@ -152,6 +156,7 @@ def measure_video(cases: list[Case], repeats: int) -> list[dict]:
                 "max_difference_to_whole": largest,
                 "mean_difference_to_whole": mean,
                 "differing_values": differing,
+                "seams": None if seams is None else seams.as_dict() | {"words": seams.words()},
             }
         )
         del frames
@@ -256,7 +261,8 @@ def table(rows: list[dict]) -> str:
                 "-" if largest is None else "none" if not row["differing_values"] else f"{largest:.2g}, {mean:.2g}",
             ]
         )
-    return markdown(head, lines)
+    seams = [f"- {row['pixels']} {row['decoder']}: {row['seams']['words']}" for row in rows if row["seams"]]
+    return "\n\n".join([markdown(head, lines), *(["Tiles against the whole:\n\n" + "\n".join(seams)] if seams else [])])
 
 
 def sound_table(rows: list[dict]) -> str:

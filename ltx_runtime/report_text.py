@@ -10,7 +10,7 @@ a new version; a field that changes its meaning or goes makes a new one.
     verdict.status                          str     equal, within tolerance, different, not tested
     verdict.words                           str     one sentence, begins with the status
     verdict.bit_exact                       bool
-    verdict.numbers                         any     parity.judge
+    verdict.numbers                         any     parity.judge; "seams" of seams.SeamFindings, for tiles of one arm
     environment.device                      str     name of the GPU, or "cpu"
     environment.torch                       str
     environment.cuda                        str?    CUDA version that torch was built for
