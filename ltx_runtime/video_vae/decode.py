@@ -233,7 +233,6 @@ class VideoVAE(ResidentModule):
                 if on_plan is not None:
                     on_plan(plan)
                 try:
-                    _claim(plan.peak_bytes, self.device)
                     return run(latent, plan)
                 except RuntimeError as error:
                     if not is_out_of_memory(error):
@@ -314,16 +313,6 @@ class VideoVAE(ResidentModule):
             height, width = shape.height * SPACE_FACTOR, shape.width * SPACE_FACTOR
             free -= frames_bytes(shape.batch * shape.num_frames, height, width)  # they lie in the same memory
         return max(0, free - (0 if self.resident else self.weights_bytes))
-
-
-def _claim(num_bytes: int, device: torch.device) -> None:
-    """Have PyTorch's allocator get so much from the device, for what follows. Raises torch.OutOfMemoryError.
-
-    A convolution that is short of workspace takes another algorithm, which rounds otherwise, and PyTorch stays with
-    that one: so memory must run out before the first, not in the middle.
-    """
-    if device.type == "cuda":
-        torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _no_check() -> None:

@@ -150,8 +150,8 @@ class ConvDecoding:
             issued += 1
             on_share(issued / count)
 
-        for piece in blend(*spans, decode_tile, clip.device):
-            yield piece.to(module.dtype)
+        # Not a loop, as in DiffusionVideoVAE.decode.
+        yield from map(lambda piece: piece.to(module.dtype), blend(*spans, decode_tile, clip.device))
 
 
 class DiffusionDecoding:

@@ -237,8 +237,8 @@ def add_context_(x: Tensor, features: Tensor, context: Linear, stride: Sizes, dr
     grown_bytes = rows * columns * context[0].shape[0] * x.element_size()
     planes = max(1, HIDDEN_BYTES // grown_bytes)
     for first in range(0, cells, planes):
-        grown = F.linear(features[0, first : first + planes], *context)
-        add_cells_(x[0], grown, stride, first, dropped)
+        # Without a name, which would keep one part while the next is made.
+        add_cells_(x[0], F.linear(features[0, first : first + planes], *context), stride, first, dropped)
 
 
 def enlarge(x: Tensor, projection: nn.Linear, stride: Sizes, dropped: int) -> Tensor:

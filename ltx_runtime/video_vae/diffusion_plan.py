@@ -29,7 +29,7 @@ _MARGIN = 1.03
 _FEWEST_GROUPS = 2
 # Tiles after a plan that ran out of memory ask for at most this share of it. The whole clip in another way is worth a
 # try for less.
-_SMALLER = 0.75
+_SMALLER = 0.85
 # Where nothing fits, the plan of least work within this factor of the smallest.
 _NEARLY = 1.1
 

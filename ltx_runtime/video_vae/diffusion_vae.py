@@ -260,11 +260,14 @@ class DiffusionVideoVAE(nn.Module):
 
             pieces = blend(*spans, decode_tile, latent.device)
         frame = 0
-        for piece in pieces:
-            content = grid.cropped(piece, frame)
+
+        def content(piece: Tensor) -> Tensor:
+            nonlocal frame
             frame += piece.shape[2]
-            if content.shape[2]:
-                yield content.to(self.dtype)
+            return grid.cropped(piece, frame - piece.shape[2]).to(self.dtype)
+
+        # Not a loop: its variable would keep a piece alive while the next one is computed.
+        yield from filter(lambda pixels: pixels.shape[2], map(content, pieces))
 
 
 def _in_shares(total: float, on_share: Callable[[float], None]) -> OnWork:

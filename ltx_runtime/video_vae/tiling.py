@@ -215,3 +215,4 @@ def blend(
         kept = total[:, :, done:].clone()
         if done:
             yield total[:, :, :done]
+        del total, part, piece  # all one memory, and the next sum needs as much
