@@ -486,7 +486,8 @@ def new_timeline(
 ) -> Timeline:
     """A timeline of a new render with these models that writes <output>/ltxgraph/<render id>.jsonl. label ends the id."""
     path = log_path(new_render_id() + label)
-    return _with_loads(Timeline(path, device=models[0].model.device, on_event=on_event), models)
+    # Of the transformer's device, though the first node may work on another (--cpu-vae): its steps are timed there.
+    return _with_loads(Timeline(path, device=model_device(), on_event=on_event), models)
 
 
 def _with_loads(timeline: Timeline, models: Sequence[DeviceModel]) -> Timeline:

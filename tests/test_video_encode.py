@@ -17,6 +17,7 @@ from ltx_runtime.config import ConvVAEConfig
 from ltx_runtime.errors import CheckpointError, NonFiniteError, RequestError, ShapeError
 from ltx_runtime.timing import Timeline
 from ltx_runtime.video_vae import EncodePlan, VideoEncoder, load_video_encoder
+from ltx_runtime.video_vae.frame_upload import centre_crop
 from ltx_runtime.video_vae.plan import MAX_ELEMENTS, plan_encode
 from ltx_runtime.video_vae.tiling import split_axis
 
@@ -342,3 +343,10 @@ def test_cancel_stops_between_chunks_and_leaves_the_encoder_usable(encoder):
     assert len(begun) == 2
     timeline.child()  # raises if a phase were still open
     assert (encoder.encode(images, plan=planned(1)) - encoder.encode(images)).abs().max() < ROUNDING
+
+
+@pytest.mark.parametrize(("size", "wanted"), [((96, 64), (65536, 64)), ((64, 96), (32, 16384)), ((1, 1), (64, 32))])
+def test_a_crop_to_extreme_proportions_keeps_a_pixel(size, wanted):
+    rows, columns = centre_crop(*size, *wanted)
+    assert rows.stop > rows.start >= 0 and columns.stop > columns.start >= 0
+    assert rows.start + rows.stop == size[1] and columns.start + columns.stop == size[0]  # around the centre

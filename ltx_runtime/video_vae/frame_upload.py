@@ -15,10 +15,12 @@ _STAGING_BYTES = 32 << 20
 
 
 def centre_crop(width: int, height: int, to_width: int, to_height: int) -> tuple[slice, slice]:
-    """(rows, columns) of the largest centred part of a picture with the proportions of another, rounded to pixels."""
+    """(rows, columns) of the largest centred part of a picture with the proportions of another, rounded to pixels, of
+    which at least one stays."""
     have, want = width / height, to_width / to_height
     x = round((width - width * (want / have)) / 2) if have > want else 0
     y = round((height - height * (have / want)) / 2) if have < want else 0
+    x, y = min(x, (width - 1) // 2), min(y, (height - 1) // 2)
     return slice(y, height - y), slice(x, width - x)
 
 
