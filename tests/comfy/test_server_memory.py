@@ -29,3 +29,18 @@ def test_a_load_that_fails_leaves_the_other_models_evictable(client):
     assert resident(client, 3) == [["TransformerModel", True]]
     client.free()
     assert resident(client, 4) == []
+
+
+def test_a_load_can_be_cancelled(client, base):
+    client.free()
+    assert resident(client, 5) == []
+    prompt = prompts.render()
+    prompt["cancel"] = node("LTXTestCancelTheLoad", model=["model", 0])
+    prompt["sampler"]["inputs"]["model"] = ["cancel", 0]
+    assert client.run(prompt).outcome == "execution_interrupted"
+    newest = max((base / "output" / "ltxgraph").glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+    events = [json.loads(line) for line in newest.read_text(encoding="utf-8").splitlines()]
+    (read,) = [event for event in events if event["event"] == "end" and event["phase"] == "load.read"]
+    assert read["attrs"]["error"] == "InterruptProcessingException"
+    assert resident(client, 6) == []
+    assert client.run(prompts.render()).outcome == "execution_success"

@@ -269,6 +269,29 @@ class LTXTestTouchFile:
         return (video_vae,)
 
 
+class LTXTestCancelTheLoad:
+    """A model whose next read the user cancels as soon as it has begun."""
+
+    RETURN_TYPES = ("LTXGRAPH_MODEL",)
+    FUNCTION = "run"
+    CATEGORY = "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("LTXGRAPH_MODEL",)}}
+
+    def run(self, model):
+        resident = model.model
+
+        def cancelled(*arguments):
+            del resident.ensure_resident  # the class's own again
+            comfy.model_management.interrupt_current_processing()
+            return resident.ensure_resident(*arguments)
+
+        resident.ensure_resident = cancelled
+        return (model,)
+
+
 class LTXTestResident:
     """JSON: of every model of ours that holds weights, its class and whether ComfyUI could evict it."""
 
@@ -331,6 +354,7 @@ NODE_CLASS_MAPPINGS = {
         LTXTestVideoNoise,
         LTXTestDescribe,
         LTXTestTouchFile,
+        LTXTestCancelTheLoad,
         LTXTestResident,
     )
 }
