@@ -90,6 +90,25 @@ def test_a_mask_is_honoured(client, frames_of):
     assert "nothing is to be generated" in failure(client, masked(0.0))
 
 
+@pytest.mark.parametrize(
+    ("negative", "words"), [("other rate", "frame_rate=12, positive has 24"), ("no guides", "not those of positive")]
+)
+def test_a_negative_prompt_of_another_clip_is_refused(client, negative, words):
+    prompt = guided(video_cfg=3.0)
+    prompt["latent"]["inputs"]["with_audio"] = False
+    for name, rate in (("rate", 24.0), ("other rate", 12.0)):
+        prompt[name] = node("LTXVConditioning", positive=["positive", 0], negative=["positive", 0], frame_rate=rate)
+    prompt["native_vae"] = node("VAELoader", vae_name=prompts.VIDEO_VAE)
+    prompt["image"] = node("LoadImage", image="first_frame.png")
+    prompt["guide"] = node(
+        "LTXVAddGuide", positive=["rate", 0], negative=["rate", 1], vae=["native_vae", 0], latent=["latent", 0],
+        image=["image", 0], frame_idx=0, strength=1.0,
+    )
+    source = {"other rate": ["other rate", 1], "no guides": ["rate", 1]}[negative]
+    prompt["sampler"]["inputs"] |= {"positive": ["guide", 0], "negative": source, "latent_image": ["guide", 2]}
+    assert words in failure(client, prompt)
+
+
 def test_guides_of_another_latent_are_refused(client):
     prompt = prompts.render()
     prompt["keyed"] = node("LTXTestConditioningKey", conditioning=["positive", 0], key="keyframe_idxs", value=1.0)
