@@ -146,6 +146,26 @@ def test_no_end_is_the_end_and_a_second_region_narrows_the_first(client):
     assert found["masks"][0] == [0, 0, 1, 0, 0] and set(found["masks"][1]) == {0.0}
 
 
+def test_a_plain_mask_of_a_clip_with_sound_is_the_pictures(client):
+    """As core's sampler reads it."""
+    prompt = region("video and audio", 0.0)
+    prompt["mask"] = node("SolidMask", value=0.25, width=64, height=64)
+    prompt["masked"] = node("SetLatentNoiseMask", samples=prompt["region"]["inputs"]["latent"], mask=["mask", 0])
+    prompt["region"]["inputs"]["latent"] = ["masked", 0]
+    found = described(client, prompt, "region")
+    assert set(found["masks"][0]) == {0.25} and set(found["masks"][1]) == {1.0}
+
+
+def test_the_sampler_drops_the_keys_that_cores_drops_and_keeps_the_others(client):
+    prompt = prompts.render()
+    assert "downscale_ratio_spacial" in described(client, prompt, "latent")["keys"]
+    prompt["sampler"]["inputs"]["latent_image"] = ["region", 0]
+    prompt["region"] = node(
+        "LTXGraphTemporalRegion", latent=["latent", 0], start_time=0.0, end_time=0.0, regenerate="video", frame_rate=24.0
+    )
+    assert described(client, prompt, "sampler")["keys"] == ["ltxgraph_made_by", "noise_mask", "samples"]
+
+
 def clip_with_sound() -> dict:
     """The clip of input/, encoded: latent frames of 1, 8 and 8 frames, and its sound."""
     return {
