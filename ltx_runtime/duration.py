@@ -155,6 +155,15 @@ def predict_seconds(
     return seconds
 
 
+def check_limits(frame_rate: float, *, min_seconds: float, max_seconds: float) -> None:
+    """Raise RequestError for limits or a frame rate out of order: before the transformer is read for a prediction."""
+    if not (frame_rate > 0 and 0 < min_seconds <= max_seconds):
+        raise RequestError(
+            f"frame_rate={frame_rate}, min_seconds={min_seconds}, max_seconds={max_seconds}: all must be positive, and "
+            "max_seconds not below min_seconds."
+        )
+
+
 def duration_frames(
     seconds: float,
     frame_rate: float,
@@ -165,13 +174,9 @@ def duration_frames(
     """Frames of a clip of about this length, on the 8k+1 grid: the grid point below, within the limits.
 
     Where the limits leave no grid point between them, the first one above min_seconds is taken; the reference would
-    answer max_seconds then, off the grid. Raises RequestError for limits or a frame rate out of order.
+    answer max_seconds then, off the grid. Raises RequestError as check_limits does.
     """
-    if not (frame_rate > 0 and 0 < min_seconds <= max_seconds):
-        raise RequestError(
-            f"frame_rate={frame_rate}, min_seconds={min_seconds}, max_seconds={max_seconds}: all must be positive, and "
-            "max_seconds not below min_seconds."
-        )
+    check_limits(frame_rate, min_seconds=min_seconds, max_seconds=max_seconds)
     lowest, highest = round(min_seconds * frame_rate), round(max_seconds * frame_rate)
     frames = longest_clip(max(1, min(max(round(seconds * frame_rate), lowest), highest)))
     return frames if frames >= lowest else frames + TIME_FACTOR

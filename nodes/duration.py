@@ -8,6 +8,7 @@ from ..ltx_runtime.duration import (
     DEFAULT_MAX_SECONDS,
     DEFAULT_MIN_SECONDS,
     DurationHead,
+    check_limits,
     duration_frames,
     predict_seconds,
 )
@@ -74,6 +75,7 @@ class LTXGraphDuration(io.ComfyNode):
         report=None,
     ) -> io.NodeOutput:
         check_socket(model, host.DeviceModel, "model", "LTX Graph Model Loader")
+        check_limits(frame_rate, min_seconds=min_seconds, max_seconds=max_seconds)
         path = _FILES.checked(duration_head)
         # 8 MB, read in milliseconds: not worth a place in ComfyUI's memory management.
         head = DurationHead(read_header(path), device=model.model.device)

@@ -193,6 +193,20 @@ def test_the_prompts_duration_sets_the_length(client, base, frames_of):
     assert any("the prompt asks for" in event.get("message", "") for event in last_log(base))
 
 
+def test_limits_of_the_duration_in_the_wrong_order_are_refused_before_the_model_is_read(client):
+    client.free()
+    prompt = prompts.render()
+    prompt["duration"] = node(
+        "LTXGraphDuration", model=["model", 0], positive=["positive", 0], duration_head=DURATION_HEAD_FILE,
+        frame_rate=24.0, min_seconds=20.0, max_seconds=1.0,
+    )
+    prompt["latent"]["inputs"]["length"] = ["duration", 1]
+    run = client.run(prompt)
+    assert run.outcome == "execution_error" and "max_seconds not below min_seconds" in run.error
+    resident = client.run({"resident": node("LTXTestResident", call=0)})
+    assert json.loads(resident.outputs["resident"]["text"][0]) == []
+
+
 def test_another_file_as_the_duration_head_is_refused(client, base):
     wrong = base / "models" / "model_patches" / "wrong.safetensors"
     wrong.write_bytes((base / "models" / "vae" / prompts.VIDEO_VAE).read_bytes())
