@@ -94,6 +94,16 @@ def test_the_same_lora_three_times(client, frames_of):
     assert np.array_equal(videos[0], videos[2]) and not np.array_equal(videos[0], videos[1])
 
 
+def test_a_lora_that_changes_on_disk_is_read_again(client, base, frames_of):
+    path = base / "models" / "loras" / "changing.safetensors"
+    write_tiny_lora(path, seed=4)
+    before = frames_of(client.run(adapted((path.name, 1.0))))
+    write_tiny_lora(path, seed=5)
+    run = client.run(adapted((path.name, 1.0)))
+    assert "lora0" in run.executed_nodes and not np.array_equal(frames_of(run), before)
+    assert_only_loras_were_read(base)
+
+
 def test_evicted_weights_come_back_with_the_lora(client, base, frames_of):
     before = frames_of(client.run(adapted((LORA_FILE, 0.5))))
     client.free()
