@@ -215,7 +215,7 @@ def read_job(
         tokens = None if latent.video is None else latent.video_shape.tokens
         sigmas, words = resolve_schedule(schedule, steps, model.name, video_tokens=tokens)
     else:
-        sigmas = check_sigmas(sigmas)
+        sigmas = check_sigmas(check_socket(sigmas, torch.Tensor, "sigmas", "a node with SIGMAS"))
         words = f"{len(sigmas) - 1} steps from the connected sigmas"
     notes.append(words)
     options: dict[str, float] = {}
