@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .checkpoint import CheckpointHeader, Progress, read_header
 from .config import DurationHeadConfig
 from .errors import NonFiniteError, RequestError, ShapeError
-from .residency import ResidentModule
+from .resident_weights import ResidentModule
 from .shapes import TIME_FACTOR, longest_clip
 from .timing import Timeline
 

@@ -13,7 +13,7 @@ from .config import TransformerConfig
 from .cuda_graph import GraphCache
 from .lora import Adapter, FusedWeights, LoraSpec, LoraState, fit_loras, linear_specs
 from .memory import device_free_bytes
-from .residency import ResidentModule
+from .resident_weights import ResidentModule
 from .timing import Timeline
 from .transformer.model import LTXTransformer
 

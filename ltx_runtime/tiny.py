@@ -35,7 +35,7 @@ from .config import (
     VideoEncoderConfig,
 )
 from .duration import DurationNetwork
-from .residency import build_on_meta
+from .resident_weights import build_on_meta
 from .transformer.model import LTXTransformer
 from .upsampler import UpsamplerNetwork
 from .video_vae.conv_vae import ConvVideoEncoder, ConvVideoVAE

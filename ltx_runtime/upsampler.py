@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .checkpoint import CheckpointHeader, Progress, read_header
 from .config import UpsamplerConfig
 from .errors import NonFiniteError, ShapeError
-from .residency import ResidentModule
+from .resident_weights import ResidentModule
 from .shapes import VideoLatentShape
 from .timing import Timeline
 from .video_vae.cells import depth_to_space

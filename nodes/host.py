@@ -21,7 +21,7 @@ import torch
 
 from ..ltx_runtime.errors import LTXError, RequestError
 from ..ltx_runtime.loop_activity import LoopActivity
-from ..ltx_runtime.residency import ResidentModule
+from ..ltx_runtime.resident_weights import ResidentModule
 from ..ltx_runtime.timing import Timeline, new_render_id
 from ..ltx_runtime.video_vae import TileOverlaps
 from . import live

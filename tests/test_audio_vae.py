@@ -36,7 +36,7 @@ from ltx_runtime.errors import (
     ShapeError,
 )
 from ltx_runtime.parity import waveform_range
-from ltx_runtime.residency import build_on_meta
+from ltx_runtime.resident_weights import build_on_meta
 from ltx_runtime.shapes import audio_latent_frames
 from ltx_runtime.timing import Timeline
 from ltx_runtime.tiny import tiny_audio_vae_config, write_tiny_audio_vae

@@ -19,7 +19,7 @@ from torch import nn
 from ltx_runtime import checkpoint
 from ltx_runtime.checkpoint import load_weights, match_tensors, planned_bytes, read_header, require_component
 from ltx_runtime.errors import CheckpointError
-from ltx_runtime.residency import build_on_meta
+from ltx_runtime.resident_weights import build_on_meta
 from ltx_runtime.timing import Timeline
 
 ROOT = Path(__file__).parent.parent

@@ -66,7 +66,7 @@ from ltx_runtime.duration import duration_frames, load_duration_head
 from ltx_runtime.guidance import Guidance, GuidanceSpec, GuidanceTerms, apg_delta, cfg_star_delta, guide
 from ltx_runtime.lora import LoraSpec
 from ltx_runtime.noise import ANCESTRAL_SEED_OFFSET, ReferenceNoise
-from ltx_runtime.residency import build_on_meta
+from ltx_runtime.resident_weights import build_on_meta
 from ltx_runtime.runtime import TransformerModel, load_transformer
 from ltx_runtime.sampler import SampleRequest, SampleResult, TextFeatures, sample
 from ltx_runtime.schedules import dev_sigmas, distilled_sigmas, distilled_stage2_sigmas

@@ -14,7 +14,7 @@ import torch
 from ltx_runtime.checkpoint import planned_bytes, read_header
 from ltx_runtime.config import ConvVAEConfig, DiffusionVAEConfig, TransformerConfig
 from ltx_runtime.duration import DurationHead, DurationNetwork
-from ltx_runtime.residency import ResidentModule, build_on_meta
+from ltx_runtime.resident_weights import ResidentModule, build_on_meta
 from ltx_runtime.transformer import LTXTransformer
 from ltx_runtime.upsampler import LatentUpsampler, UpsamplerNetwork
 from ltx_runtime.video_vae import ConvVideoEncoder, ConvVideoVAE, DiffusionVideoVAE, VideoEncoder, VideoVAE

@@ -23,7 +23,7 @@ from ltx_runtime.config import (
     TransformerConfig,
     UpsamplerConfig,
 )
-from ltx_runtime.residency import build_on_meta
+from ltx_runtime.resident_weights import build_on_meta
 from ltx_runtime.runtime import load_transformer
 from ltx_runtime.sampler import SampleRequest, TextFeatures, sample
 from ltx_runtime.schedules import distilled_sigmas

@@ -15,7 +15,7 @@ from model_files import rewritten
 from ltx_runtime.checkpoint import read_header
 from ltx_runtime.config import ConvVAEConfig
 from ltx_runtime.errors import CheckpointError, NonFiniteError, RequestError, ShapeError
-from ltx_runtime.residency import build_on_meta
+from ltx_runtime.resident_weights import build_on_meta
 from ltx_runtime.timing import Timeline
 from ltx_runtime.video_vae import AskedSizes, ConvVideoVAE, DecodePlan, Tiling, VideoVAE, conv_pointwise, load_video_vae
 from ltx_runtime.video_vae.host_frames import allocate_frames

@@ -181,7 +181,7 @@ def vocoder_errors():
     """(name, error) of both halves of a whole vocoder, its workspace full of NaN."""
     from ltx_runtime.audio_vae import AudioVAENetwork, vocoder_kernels
     from ltx_runtime.audio_vae.fused_vocoder import FusedVocoder, Workspace
-    from ltx_runtime.residency import build_on_meta
+    from ltx_runtime.resident_weights import build_on_meta
     from ltx_runtime.tiny import fill_random, tiny_audio_vae_config
 
     config = tiny_audio_vae_config()

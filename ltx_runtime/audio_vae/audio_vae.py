@@ -23,7 +23,7 @@ from torch import Tensor
 from ..checkpoint import CheckpointHeader, Progress, planned_bytes, read_header, require_component
 from ..cuda_graph import GraphCache, GraphKey, unavailable_reason
 from ..errors import CaptureError, NonFiniteError, RequestError, RestartRequiredError, ShapeError
-from ..residency import ResidentModule
+from ..resident_weights import ResidentModule
 from ..step_runner import CUDA_GRAPH_MODES
 from ..timing import Timeline
 from .config import STEREO, AudioVAEConfig

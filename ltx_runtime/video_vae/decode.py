@@ -18,7 +18,7 @@ from ..checkpoint import CheckpointHeader, Progress, read_header, require_compon
 from ..config import ConvVAEConfig, DiffusionVAEConfig
 from ..errors import NonFiniteError, ShapeError
 from ..memory import DeviceMemoryError, available_host_bytes, device_free_bytes, in_words, is_out_of_memory
-from ..residency import ResidentModule
+from ..resident_weights import ResidentModule
 from ..shapes import SPACE_FACTOR, TIME_FACTOR, VideoLatentShape
 from ..timing import Phase, Timeline
 from .decoders import decoding_of

@@ -15,7 +15,7 @@ from ..checkpoint import CheckpointHeader, Progress, read_header, require_compon
 from ..config import VideoEncoderConfig
 from ..errors import NonFiniteError, RequestError, ShapeError
 from ..memory import device_free_bytes
-from ..residency import ResidentModule
+from ..resident_weights import ResidentModule
 from ..shapes import SPACE_FACTOR, TIME_FACTOR, VideoLatentShape, check_pixel_size, longest_clip
 from ..timing import Phase, Timeline
 from .conv_pointwise import is_fused

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint import CheckpointHeader, load_weights
-from ..residency import build_on_meta
+from ..resident_weights import build_on_meta
 
 PREFIX = "per_channel_statistics."
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from golden_kinds import Result, compare, metadata, metadata_json
 from ltx_runtime.checkpoint import load_weights, read_header
 from ltx_runtime.config import DiffusionVAEConfig
-from ltx_runtime.residency import build_on_meta
+from ltx_runtime.resident_weights import build_on_meta
 from ltx_runtime.video_vae import EncodePlan, load_video_encoder
 from ltx_runtime.video_vae.diffusion_grid import (
     ClipNoise,

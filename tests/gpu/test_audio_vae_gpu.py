@@ -21,7 +21,7 @@ from ltx_runtime.audio_vae.network import run_stages
 from ltx_runtime.audio_vae.resample import Resampler
 from ltx_runtime.cuda_graph import GraphCache, GraphKey
 from ltx_runtime.parity import waveform_range
-from ltx_runtime.residency import build_on_meta
+from ltx_runtime.resident_weights import build_on_meta
 from ltx_runtime.timing import Timeline
 from ltx_runtime.tiny import fill_random, tiny_audio_vae_config, write_tiny_audio_vae
 

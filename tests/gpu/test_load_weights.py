@@ -40,7 +40,7 @@ def test_a_large_file_takes_little_host_memory(tmp_path):
     script = """
 import json, os, resource, struct, sys, torch
 from ltx_runtime.checkpoint import load_weights, read_header
-from ltx_runtime.residency import build_on_meta
+from ltx_runtime.resident_weights import build_on_meta
 path, count, width = sys.argv[1], 24, 11_264
 size = 2 * width * width
 header = {f"{i}.weight": {"dtype": "BF16", "shape": [width, width], "data_offsets": [i * size, (i + 1) * size]}

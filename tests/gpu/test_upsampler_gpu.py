@@ -15,7 +15,7 @@ import torch
 
 from ltx_runtime.config import UpsamplerConfig
 from ltx_runtime.cuda_graph import GraphCache, GraphKey
-from ltx_runtime.residency import build_on_meta
+from ltx_runtime.resident_weights import build_on_meta
 from ltx_runtime.tiny import fill_random, write_tiny_upsampler
 from ltx_runtime.upsampler import LatentUpsampler, UpsamplerNetwork, load_upsampler
 from ltx_runtime.video_vae import PerChannelStatistics

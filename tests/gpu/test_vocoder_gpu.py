@@ -17,7 +17,7 @@ from ltx_runtime.audio_vae.network import exact_convolutions
 from ltx_runtime.audio_vae.vocoder import FILTER_TAPS, AntiAliasedSnake, Vocoder
 from ltx_runtime.config import published_dtype
 from ltx_runtime.cuda_graph import held_bytes
-from ltx_runtime.residency import build_on_meta
+from ltx_runtime.resident_weights import build_on_meta
 from ltx_runtime.timing import Timeline
 from ltx_runtime.tiny import fill_random, tiny_audio_vae_config, write_tiny_audio_vae
 

@@ -14,7 +14,7 @@ import torch
 from ltx_runtime.checkpoint import read_header
 from ltx_runtime.config import TransformerConfig
 from ltx_runtime.errors import CheckpointError
-from ltx_runtime.residency import ResidentModule
+from ltx_runtime.resident_weights import ResidentModule
 from ltx_runtime.timing import Timeline
 from ltx_runtime.transformer import LTXTransformer
 
