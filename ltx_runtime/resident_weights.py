@@ -73,10 +73,12 @@ class ResidentModule:
         """
         if self.module is not None:
             return False
-        # Built anew after an eviction: whatever a model derived from its weights and kept goes with the old one.
+        # Built anew after an eviction or a failed load: whatever a model derived from its weights and kept goes with
+        # the old one.
         module = build_on_meta(self._build) if self._blank is None else self._blank
+        self._blank = None
         self._fill(module, timeline, on_progress)
-        self.module, self._blank = module, None
+        self.module = module
         self.generation += 1
         return True
 

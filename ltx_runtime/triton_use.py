@@ -1,19 +1,27 @@
-"""Whether Triton kernels can run here: asked before every one, and learnt from the first that can't be built."""
+"""Whether Triton kernels can run here: asked before every one, and learnt from the first that can't be built. And how
+they are launched."""
 from __future__ import annotations
 
 import functools
 import importlib.util
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 
 from .memory import is_out_of_memory
 
+if TYPE_CHECKING:
+    from .timing import Timeline
+
 logger = logging.getLogger("ltxgraph")
 
 # Why Triton can't run in this process, found out by the first launch: a fact about the process, hence module level.
 _failure: str | None = None
+# Whose kernels have run in this process.
+_used: set[str] = set()
 
 
 def triton_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -29,14 +37,32 @@ def triton_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     return None if installed("triton") else "not installed"
 
 
-def try_triton(launch: Callable[[], None], what: str) -> bool:
-    """Run what launches a kernel; False, and never again in this process, where it can't be built.
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Launch in it: Triton takes the current device and its stream, whatever holds the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def note_first_use(owner: str, timeline: Timeline, phase: str) -> None:
+    """Note once a process why the owner of some kernels, about to run them, may be slow this time."""
+    if owner not in _used:
+        _used.add(owner)
+        timeline.note(
+            phase,
+            f"{owner}: Triton kernels are compiled at their first use on a machine, which can take half a minute; "
+            "later they come from Triton's cache",
+        )
+
+
+def try_triton(launch: Callable[[], None], what: str, device: torch.device) -> bool:
+    """Run what launches a kernel for tensors on this device; False, and never again in this process, where it can't be
+    built.
 
     what: the kernel's work in words, for the log.
     """
     global _failure
     try:
-        launch()
+        with on_device(device):
+            launch()
     except Exception as error:
         if is_out_of_memory(error):  # of the tensors, or of the kernel's own code
             raise

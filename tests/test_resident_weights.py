@@ -83,6 +83,24 @@ def test_a_stopped_load_can_be_repeated(path):
     assert handle.ensure_resident()
 
 
+def test_a_load_that_fails_late_keeps_no_weights(path, monkeypatch):
+    handle = resident(path)
+    fill, weights = handle._fill, []
+
+    def fail(module, timeline, on_progress):
+        fill(module, timeline, on_progress)
+        weights.append(weakref.ref(module.patchify_proj.weight))
+        raise torch.OutOfMemoryError("no room for what is derived from them")
+
+    monkeypatch.setattr(handle, "_fill", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        handle.ensure_resident()
+    gc.collect()
+    assert weights[0]() is None and not handle.resident
+    monkeypatch.undo()
+    assert handle.ensure_resident() and handle.generation == 1
+
+
 def test_loading_is_logged_once(path):
     timeline = Timeline(None, device="cpu")
     handle = resident(path)

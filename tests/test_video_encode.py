@@ -308,6 +308,21 @@ def test_an_encode_out_of_memory_starts_again_smaller(fresh_encoder):
         fresh_encoder.encode(images, plan=planned(99))
 
 
+def test_a_library_without_room_is_out_of_memory_too(fresh_encoder):
+    """cuDNN finds no algorithm when none gets its workspace."""
+    errors = [RuntimeError("GET was unable to find an engine to execute this computation"), RuntimeError("broken")]
+    fresh_encoder.module.encoder.conv_in.register_forward_pre_hook(lambda layer, args: _raise_next(errors))
+    with pytest.raises(RuntimeError, match="broken"):
+        fresh_encoder.encode(random_images(17, 32, 32))
+    assert not errors
+    fresh_encoder.encode(random_images(17, 32, 32))
+
+
+def _raise_next(errors: list[RuntimeError]) -> None:
+    if errors:
+        raise errors.pop(0)
+
+
 # --- log, progress, cancel ------------------------------------------------------------------------------------------
 
 

@@ -161,7 +161,7 @@ def test_a_kernel_that_cannot_be_built_leaves_the_plain_decode(fresh_vae, monkey
     expected = fresh_vae.decode_raw(latent)
     tried = []
 
-    def fail(launch, what):
+    def fail(launch, what, device):
         tried.append(what)
         return False
 
@@ -342,7 +342,7 @@ def test_the_overlaps_of_a_plan_are_those_of_its_tiles(vae):
 def test_a_plan_covers_what_a_decode_holds_and_not_much_more(monkeypatch, frames, height, width, chunk):
     """Fused: what cuDNN holds by itself in the plain layout shows on a GPU only (test_conv_decode_gpu.py)."""
     monkeypatch.setattr(conv_pointwise, "is_fused", lambda device, dtype: True)
-    monkeypatch.setattr(conv_pointwise, "try_triton", lambda launch, what: True)
+    monkeypatch.setattr(conv_pointwise, "try_triton", lambda launch, *_: True)
     monkeypatch.setattr(torch.nn.functional, "conv3d", channels_last_conv3d)
     module = build_on_meta(lambda: ConvVideoVAE(published_config()))
     latent = torch.empty(1, 128, frames, height, width, device="meta")

@@ -2,8 +2,8 @@
 
 Reading order: `AudioVAE.decode`, `_run`. The networks are in network.py.
 
-A decode of 5 s is 800 short kernels, and the host is slower than the device at them, so it is recorded as one CUDA graph
-when its length comes back.
+A decode of 5 s is 800 short kernels, and the host is slower than the device at them, so it is recorded as one CUDA
+graph when its length comes back.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ..errors import CaptureError, NonFiniteError, RequestError, RestartRequired
 from ..resident_weights import ResidentModule
 from ..step_runner import CUDA_GRAPH_MODES
 from ..timing import Timeline
+from ..triton_use import note_first_use
 from .config import STEREO, AudioVAEConfig
 from .fused_vocoder import Workspace, stage_sizes
 from .network import AudioVAENetwork, Stages
@@ -36,14 +37,14 @@ logger = logging.getLogger("ltxgraph")
 DECODE_PHASE = "decode.audio"
 ENCODE_PHASE = "encode.audio"
 _PREFIXES = ("audio_vae.", "vocoder.")
-# Values alive at once for one value of the largest activation: in the vocoder an AMP block's input, sum and branch, and
-# in its activation the padded and doubled signal with the sine of it; in the mel VAE a block's input, branch, the padded
-# copy and cuDNN's own of both.
+# Values alive at once for one value of the largest activation: in the vocoder an AMP block's input, sum and branch,
+# and in its activation the padded and doubled signal with the sine of it; in the mel VAE a block's input, branch, the
+# padded copy and cuDNN's own of both.
 _VOCODER_VALUES = 14
 _MEL_VAE_VALUES = 8
 _MAX_GRAPHS = 4
-# "auto" records clips up to 20 s: at 5 s an H200 takes 16 ms and its host 20, so beyond this no host is the slower one, and
-# a recording would hold 40 MB a second of sound for nothing.
+# "auto" records clips up to 20 s: at 5 s an H200 takes 16 ms and its host 20, so beyond this no host is the slower one,
+# and a recording would hold 40 MB a second of sound for nothing.
 _AUTO_LATENT_FRAMES = 500
 
 
@@ -127,7 +128,8 @@ class AudioVAE(ResidentModule):
         """Decode to a waveform (B, 2, 480 (4T - 3)) float32 in [-1, 1] at `sample_rate`, on the device.
 
         latent: (B, C, T, bins) float, normalised, on any device. The sound is 30 ms shorter than T / 25 seconds.
-        The same latent gives the same bits every time, replayed or not.
+        The same latent gives the same bits every time, replayed or not, unless the device once ran short of memory in a
+        decode (docs/decisions.md).
         cuda_graph: "off"; "on": the decode is recorded at the first use of a length and replayed after; "auto": at the
         second use, up to 20 s. Where it can't be recorded it runs eager, with a note of the reason in the timeline.
         graphs_refused: why the host forbids CUDA graphs, empty when it doesn't.
@@ -163,6 +165,8 @@ class AudioVAE(ResidentModule):
         self.ensure_resident(timeline)
         if self.device.type == "cuda" and self.module.plain_reason:
             timeline.note(DECODE_PHASE, f"the vocoder runs on plain torch: {self.module.plain_reason}")
+        if self.module.backend == "triton":
+            note_first_use("vocoder", timeline, DECODE_PHASE)
         with torch.inference_mode():
             latent = latent.to(self.device)
             _refuse_non_finite(DECODE_PHASE, latent, "latent")
@@ -312,7 +316,9 @@ class _Decoded:
     finite: Tensor
 
 
-def _chain(stages: Stages, x: Tensor, around: Callable[[str], AbstractContextManager] = nullcontext) -> tuple[Tensor, Tensor]:
+def _chain(
+    stages: Stages, x: Tensor, around: Callable[[str], AbstractContextManager] = nullcontext
+) -> tuple[Tensor, Tensor]:
     """Run stages one by one. Returns what the last gave, and for every stage whether all that it gave was finite."""
     finite = []
     for name, stage in stages:
@@ -346,8 +352,8 @@ def _refuse_overflow(phase: str, stages: Sequence[str], finite: Tensor) -> None:
         if not good:
             raise NonFiniteError(
                 phase,
-                f"NaN or Inf after the {name}. Its input is finite, so it overflowed: its file is damaged, or the input "
-                "is far out of range.",
+                f"NaN or Inf after the {name}. Its input is finite, so it overflowed: its file is damaged, or the "
+                "input is far out of range.",
             )
 
 

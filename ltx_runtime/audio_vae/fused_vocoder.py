@@ -10,10 +10,7 @@ Source: audio.md sections 4-6.
 
 from __future__ import annotations
 
-import functools
 import importlib
-import importlib.util
-import logging
 import math
 from dataclasses import dataclass
 
@@ -21,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..triton_use import on_device, triton_refusal, try_triton
 from .config import STEREO, AudioVAEConfig, GeneratorConfig
 from .vocoder import AMPBlock, AntiAliasedSnake, CausalLogMel, Generator, Vocoder
-
-logger = logging.getLogger("ltxgraph")
 
 # AMP blocks a stage: their results and what lies between two convolutions are alive at once.
 _BLOCKS = 3
@@ -33,37 +29,30 @@ _SIGNALS = _BLOCKS + 1
 
 def refusal(device: torch.device, vocoder: Vocoder) -> str | None:
     """Why the kernels can't run this vocoder on this device, or None. Its weights are in their places."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return f"no kernel for {device.type if torch.version.hip is None else 'ROCm'}"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "the GPU is older than Ampere"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
+    if torch.version.hip is not None:
+        return "no kernel for ROCm"
+    without_triton = triton_refusal(device, torch.bfloat16)
+    if without_triton:
+        return f"Triton: {without_triton}"
     if {generator.blocks_per_stage for generator in (vocoder.vocoder, vocoder.bwe_generator)} != {_BLOCKS}:
         return f"its stages have other than {_BLOCKS} AMP blocks"
     if not all(p.dtype == torch.bfloat16 or torch.equal(p, p.bfloat16().to(p.dtype)) for p in vocoder.parameters()):
         return "the weights are not bfloat16, and more bits take more products"
-    return _build_failure(device)
-
-
-@functools.cache
-def _build_failure(device: torch.device) -> str | None:
-    """What Triton says when it builds the kernels here and runs them: it needs a C compiler, and a GPU that it knows."""
-    kernels, channels = _kernels(), 128
-    try:
-        x = torch.zeros(1, 1, channels, device=device)
-        parts = torch.empty(3, 1, 1, channels, dtype=torch.bfloat16, device=device)
-        taps, bias = torch.zeros(12, device=device), torch.zeros(channels, device=device)
-        kernels.snake(x, taps, taps, bias, bias, parts)
-        weight = kernels.pack(torch.zeros(channels, channels, 1, device=device))
-        kernels.conv(parts, weight, bias, x, taps=1, dilation=1, padding=0)
-        torch.cuda.synchronize(device)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 - its parts raise what they like
-        logger.warning("vocoder: Triton can't build kernels here (%s); plain torch runs instead", error)
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    if not try_triton(lambda: _probe(device), "vocoder", device):
+        return f"Triton: {triton_refusal(device, torch.bfloat16)}"
     return None
+
+
+def _probe(device: torch.device) -> None:
+    """Build kernels and run them: Triton needs a C compiler, and a GPU that it knows."""
+    kernels, channels = _kernels(), 128
+    x = torch.zeros(1, 1, channels, device=device)
+    parts = torch.empty(3, 1, 1, channels, dtype=torch.bfloat16, device=device)
+    taps, bias = torch.zeros(12, device=device), torch.zeros(channels, device=device)
+    kernels.snake(x, taps, taps, bias, bias, parts)
+    weight = kernels.pack(torch.zeros(channels, channels, 1, device=device))
+    kernels.conv(parts, weight, bias, x, taps=1, dilation=1, padding=0)
+    torch.cuda.synchronize(device)
 
 
 def _kernels():
@@ -139,12 +128,14 @@ class FusedVocoder:
 
     def waveform(self, mel: Tensor, workspace: Workspace) -> Tensor:
         """Log-mel (B, 2, T, mel bins) to a waveform (B, 2, N) at 16 kHz, not clamped."""
-        return self._base(mel.permute(0, 2, 1, 3).flatten(2), workspace)
+        with on_device(mel.device):
+            return self._base(mel.permute(0, 2, 1, 3).flatten(2), workspace)
 
     def extend(self, waveform: Tensor, workspace: Workspace) -> Tensor:
         """A waveform (B, 2, N) as `waveform` gives it, to (B, 2, 3N) at 48 kHz, not clamped."""
         clamped = waveform.clamp(-1, 1)
-        residual = self._extension(self._log_mel(clamped, workspace), workspace)
+        with on_device(clamped.device):
+            residual = self._extension(self._log_mel(clamped, workspace), workspace)
         return residual.add_(self._skip(clamped))
 
 

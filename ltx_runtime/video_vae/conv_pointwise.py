@@ -171,7 +171,7 @@ def _fusable(x: Tensor, *others: Tensor) -> bool:
 def _fused(kernel: str, x: Tensor, *args: object) -> bool:
     """Run one of conv_kernels on x; False, from then on for all, where it can't be built."""
     launch = getattr(importlib.import_module(".conv_kernels", __package__), kernel)
-    return try_triton(lambda: launch(x, *args), f"conv video VAE, {kernel}")
+    return try_triton(lambda: launch(x, *args), f"conv video VAE, {kernel}", x.device)
 
 
 def _per_channel(bias: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from ..memory import DeviceMemoryError, available_host_bytes, device_free_bytes,
 from ..resident_weights import ResidentModule
 from ..shapes import SPACE_FACTOR, TIME_FACTOR, VideoLatentShape
 from ..timing import Phase, Timeline
+from ..triton_use import note_first_use, triton_refusal
 from .decoders import decoding_of
 from .diffusion_grid import COMFYUI_NOISE, DecodeNoise
 from .host_frames import FrameTransfer, allocate_frames, frames_bytes, to_frames
@@ -228,6 +229,8 @@ class VideoVAE(ResidentModule):
             backend = self._decoding.backend(self.device, self.module.dtype)
             if backend:
                 timeline.note(PHASE, backend)
+            if triton_refusal(self.device, self.module.dtype) is None:
+                note_first_use(self._decoding.component, timeline, PHASE)
             while True:
                 timeline.note(PHASE, plan.reason, chunk_latent_frames=plan.chunk_frames, peak_bytes=plan.peak_bytes)
                 if on_plan is not None:

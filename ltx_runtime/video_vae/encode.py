@@ -14,10 +14,11 @@ from torch import Tensor
 from ..checkpoint import CheckpointHeader, Progress, read_header, require_component
 from ..config import VideoEncoderConfig
 from ..errors import NonFiniteError, RequestError, ShapeError
-from ..memory import device_free_bytes
+from ..memory import device_free_bytes, is_out_of_memory
 from ..resident_weights import ResidentModule
 from ..shapes import SPACE_FACTOR, TIME_FACTOR, VideoLatentShape, check_pixel_size, longest_clip
 from ..timing import Phase, Timeline
+from ..triton_use import note_first_use
 from .conv_pointwise import is_fused
 from .conv_vae import ConvVideoEncoder
 from .frame_upload import FrameUpload
@@ -145,13 +146,17 @@ class VideoEncoder(ResidentModule):
         with torch.inference_mode():
             may_shrink = plan is None
             plan = plan or self.plan(shape, temporal_size=temporal_size, tile_size=tile_size, overlap=overlap)
+            if is_fused(self.device, self.module.dtype):
+                note_first_use("video encoder", timeline, PHASE)
             while True:
                 timeline.note(PHASE, plan.reason, chunk_latent_frames=plan.chunk_frames, peak_bytes=plan.peak_bytes)
                 try:
                     upload = FrameUpload(frames, shape, self.device, self.module.dtype)
                     attempt = _Attempt(self.module, upload, shape, plan, timeline, check_cancelled, on_chunk)
                     return attempt.latent()
-                except torch.OutOfMemoryError:
+                except RuntimeError as error:
+                    if not is_out_of_memory(error):
+                        raise
                     smaller = smaller_encode_plan(self.config, shape.as_tuple(), plan, **self._activations())
                     if not may_shrink or smaller is None:
                         raise

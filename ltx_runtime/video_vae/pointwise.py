@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .neighbourhood_attention import attention_backend
+from ..triton_use import triton_refusal, try_triton
 from .rotary import RotaryTables
 
 EPS = 1e-6
@@ -35,9 +35,7 @@ def split_norm_rope(
     some heads of more.
     Norm and rotation in float32 from end to end, rounded once.
     """
-    if attention_backend(qkv.device, qkv.dtype, q.shape[2])[0] == "triton":
-        kernels = importlib.import_module(".pointwise_kernels", __package__)
-        kernels.split_norm_rope(qkv, q_weight, k_weight, rotary, first, q, k, v)
+    if _fused("split_norm_rope", qkv, q_weight, k_weight, rotary, first, q, k, v):
         return
     count, heads, head_dim = q.shape
     cos, sin = (part.unsqueeze(1) for part in rotary.of_tokens(first, first + count))
@@ -51,8 +49,7 @@ def split_norm_rope(
 
 def rms_norm(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     """out = x / rms(x) * weight over the channels, in float32, rounded once. x, out: (n, C), contiguous."""
-    if attention_backend(x.device, x.dtype, 1)[0] == "triton":
-        importlib.import_module(".pointwise_kernels", __package__).rms_norm(x, weight, out)
+    if _fused("rms_norm", x, weight, out):
         return out
     return out.copy_(F.rms_norm(x, x.shape[1:], weight, EPS))
 
@@ -64,8 +61,7 @@ def add_cells_(x: Tensor, grown: Tensor, stride: tuple[int, int, int], first: in
     on, offsets in a cell before channels. stride: (p1, p2, p3). dropped: how many of the frames of the first cell x
     does not have; frames of the last cells that it does not hold are left out.
     """
-    if attention_backend(x.device, x.dtype, 1)[0] == "triton":
-        importlib.import_module(".pointwise_kernels", __package__).add_cells(x, grown, stride, first, dropped)
+    if _fused("add_cells", x, grown, stride, first, dropped):
         return
     p1, p2, p3 = stride
     cells, rows, columns = grown.shape[:3]
@@ -84,7 +80,14 @@ def add_cells_(x: Tensor, grown: Tensor, stride: tuple[int, int, int], first: in
 
 def silu_mul_(gate: Tensor, up: Tensor) -> Tensor:
     """gate = silu(gate) * up, in place. Both (n, C), contiguous."""
-    if attention_backend(gate.device, gate.dtype, 1)[0] == "triton":
-        importlib.import_module(".pointwise_kernels", __package__).silu_mul(gate, up)
+    if _fused("silu_mul", gate, up):
         return gate
     return F.silu(gate, inplace=True).mul_(up)
+
+
+def _fused(kernel: str, x: Tensor, *args: object) -> bool:
+    """Run one of pointwise_kernels on x; False where it can't run, and from then on for all where it can't be built."""
+    if triton_refusal(x.device, x.dtype):
+        return False
+    launch = getattr(importlib.import_module(".pointwise_kernels", __package__), kernel)
+    return try_triton(lambda: launch(x, *args), f"diffusion video VAE, {kernel}", x.device)

@@ -1,0 +1,108 @@
+"""How Triton kernels are launched, and what becomes of one that can't be built."""
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ltx_runtime import triton_use
+from ltx_runtime.timing import Timeline
+from ltx_runtime.triton_use import note_first_use, triton_refusal, try_triton
+from ltx_runtime.video_vae import pointwise
+from ltx_runtime.video_vae.rotary import RotaryTables
+
+CPU, SECOND = torch.device("cpu"), torch.device("cuda", 1)
+
+
+@pytest.fixture(autouse=True)
+def fresh_process(monkeypatch) -> Iterator[None]:
+    monkeypatch.setattr(triton_use, "_failure", None)
+    monkeypatch.setattr(triton_use, "_used", set())
+    yield
+
+
+@pytest.fixture
+def current(monkeypatch) -> list[int]:
+    """The current CUDA device and those it replaced, as torch.cuda.device would set it."""
+    devices = [0]
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            self._index = device.index
+
+        def __enter__(self) -> None:
+            devices.append(self._index)
+
+        def __exit__(self, *_: object) -> None:
+            devices.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    return devices
+
+
+def test_a_launch_is_on_the_device_of_its_tensors(current):
+    seen = []
+    assert try_triton(lambda: seen.append(current[-1]), "a kernel", SECOND)
+    assert seen == [1] and current == [0]
+
+
+def test_the_device_is_given_back_by_a_launch_that_fails(current):
+    assert not try_triton(lambda: 1 / 0, "a kernel", SECOND)
+    assert current == [0]
+
+
+def test_a_kernel_that_can_not_be_built_is_the_last_one_tried(caplog):
+    def fail():
+        raise RuntimeError("Failed to find C compiler.\nMore lines")
+
+    assert not try_triton(fail, "a kernel", CPU)
+    assert "a kernel: the Triton kernel can't run here" in caplog.text
+    assert triton_refusal(SECOND, torch.bfloat16) == "RuntimeError: Failed to find C compiler."
+
+
+def test_a_device_without_memory_is_no_kernel_that_can_not_be_built():
+    def fail():
+        raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        try_triton(fail, "a kernel", CPU)
+    assert triton_refusal(CPU, torch.bfloat16) == "no kernel for cpu"
+
+
+def test_the_first_use_is_said_once_for_each_owner():
+    timeline = Timeline(None)
+    for owner in ("vocoder", "vocoder", "video encoder"):
+        note_first_use(owner, timeline, "decode.audio")
+    notes = [event["message"] for event in timeline.events if event["event"] == "note"]
+    assert [note.split(":")[0] for note in notes] == ["vocoder", "video encoder"]
+    assert all("compiled at their first use on a machine" in note for note in notes)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_passes_of_the_diffusion_decoder_fall_back_to_plain_torch(monkeypatch):
+    """The first kernel that a decode launches is one of them, so it is there that a missing C compiler shows."""
+    tried = []
+
+    def fail(launch, what, device):
+        tried.append(what)
+        return False
+
+    monkeypatch.setattr(pointwise, "triton_refusal", lambda device, dtype: None)
+    monkeypatch.setattr(pointwise, "try_triton", fail)
+    x, weight = torch.randn(6, 16), torch.randn(16)
+    assert torch.equal(pointwise.rms_norm(x, weight, torch.empty_like(x)), F.rms_norm(x, (16,), weight, pointwise.EPS))
+    up = torch.randn(6, 16)
+    assert torch.equal(pointwise.silu_mul_(x.clone(), up), F.silu(x) * up)
+    cells, grown = torch.zeros(1, 2, 3, 4), torch.randn(1, 2, 3, 4)
+    pointwise.add_cells_(cells, grown, (1, 1, 1), 0, 0)
+    assert torch.equal(cells, grown)
+    q, k, v = (torch.full((6, 1, 16), float("nan")) for _ in range(3))
+    qkv = torch.randn(6, 48)
+    rotary = RotaryTables.of((1, 2, 3), 16, CPU)
+    pointwise.split_norm_rope(qkv, weight, weight, rotary, 0, q, k, v)
+    assert torch.equal(v[:, 0], qkv[:, 32:]) and q.isfinite().all() and k.isfinite().all()
+    names = ("rms_norm", "silu_mul", "add_cells", "split_norm_rope")
+    assert tried == [f"diffusion video VAE, {name}" for name in names]
