@@ -276,7 +276,7 @@ def run_parity(
     # With graphs one repeated render shows whether the kernels repeat at all; without, it is all there is to test.
     repeated = arms.render(REPEATED, range(seeds) if refused else [0], cuda_graph="off")
 
-    plan = vae.plan(request.video.shape.as_tuple())
+    plan = vae.plan(request.video.shape.as_tuple(), clips_kept=2)
     judged = _judged(arms, vae, audio_vae, plan, eager, graphed, repeated, refused, tolerance)
     graphs = {renders[-1].arm: renders[-1].result.graph for renders in (eager, graphed, repeated) if renders}
     activities = {}

@@ -292,3 +292,13 @@ def test_frames_made_in_inference_mode_are_filled_too(small_pages):
         with HostWriter(host) as writer:
             writer.copy(source, host, lambda: None).result()
         assert torch.equal(host, source)
+
+
+def test_a_plan_leaves_room_for_the_clips_that_are_kept_beside_it(tiny_diffusion):
+    vae = load_video_vae(tiny_diffusion, device="cpu")
+    shape = (1, vae.config.latent_channels, 3, 4, 4)
+    clip = 3 * 17 * 128 * 128 * (vae.module.dtype.itemsize + 4)
+    smallest = vae.plan(shape, free_bytes=1 << 40).peak_bytes
+    plan = vae.plan(shape, free_bytes=smallest, clips_kept=0)
+    assert vae.plan(shape, free_bytes=smallest + 2 * clip, clips_kept=2) == plan
+    assert vae.plan(shape, free_bytes=smallest + 2 * clip - 1, clips_kept=2) != plan

@@ -81,16 +81,24 @@ class VideoVAE(ResidentModule):
         return load_statistics(self.header, self._prefix, self.config.latent_channels, self.device)
 
     def plan(
-        self, latent_shape: Sequence[int], free_bytes: int | None = None, *, sizes: AskedSizes = PLANNED
+        self,
+        latent_shape: Sequence[int],
+        free_bytes: int | None = None,
+        *,
+        sizes: AskedSizes = PLANNED,
+        clips_kept: int = 0,
     ) -> DecodePlan:
         """How a latent of this shape would be decoded now.
 
-        free_bytes: device memory to stay within; None asks the device. Raises ShapeError for a latent that this VAE
-        can't decode.
+        free_bytes: device memory to stay within; None asks the device. clips_kept: so many decoded clips, raw and as
+        frames, will lie on the device beside the decode. Raises ShapeError for a latent that this VAE can't decode.
         """
         shape = self._check_shape(latent_shape)
         if free_bytes is None:
             free_bytes = self._free_bytes(shape)
+        if free_bytes is not None:
+            values = 3 * shape.batch * shape.num_frames * shape.height * shape.width * SPACE_FACTOR**2
+            free_bytes = max(0, free_bytes - clips_kept * values * (self._item_bytes + torch.float32.itemsize))
         return self._decoding.plan(
             shape.as_tuple(), item_bytes=self._item_bytes, free_bytes=free_bytes, asked=sizes
         )
