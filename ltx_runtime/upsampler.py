@@ -125,9 +125,25 @@ class LatentUpsampler(ResidentModule):
                 f"width), this one has shape {sizes}. Connect the video latent of an LTX sampler."
             )
         batch, channels, frames, height, width = sizes
+        if self.config.mid_channels == _GROUPS and frames * height * width == 1:
+            raise ShapeError(
+                f"{self.header.path.name} normalises each channel by itself, and this latent of shape {sizes} has one "
+                f"value in each. Upscale one of more frames or pixels."
+            )
         if self.config.spatial:
             return VideoLatentShape(batch, channels, frames, 2 * height, 2 * width)
         return VideoLatentShape(batch, channels, 2 * frames - 1, height, width)
+
+    def check(self, latent_shape: Sequence[int], statistics_channels: int) -> VideoLatentShape:
+        """`output_shape`, for a latent of a video VAE with so many latent channels. Raises ShapeError also where the
+        two don't go together. Reads no weights."""
+        shape = self.output_shape(latent_shape)
+        if statistics_channels != shape.channels:
+            raise ShapeError(
+                f"the video VAE's statistics have {statistics_channels} channels, the latent has {shape.channels}. "
+                "Pick the video VAE that belongs to this latent."
+            )
+        return shape
 
     def activation_bytes(self, latent_shape: Sequence[int]) -> int:
         """Estimate of the device memory that upscale takes beside the weights. Reads neither weights nor device."""
@@ -159,12 +175,7 @@ class LatentUpsampler(ResidentModule):
         check_cancelled: called before every clip of the batch.
         Raises ShapeError before any work, CheckpointError, and NonFiniteError.
         """
-        shape = self.output_shape(latent.shape)
-        if statistics.channels != shape.channels:
-            raise ShapeError(
-                f"the video VAE's statistics have {statistics.channels} channels, the latent has {shape.channels}. "
-                "Pick the video VAE that belongs to this latent."
-            )
+        shape = self.check(latent.shape, statistics.channels)
         timeline = timeline or Timeline(None, device=self.device)
         self.ensure_resident(timeline)
         attrs = {"kind": self.words, "latent": list(latent.shape), "result": list(shape.as_tuple())}

@@ -110,7 +110,7 @@ class LTXGraphAudioEncode(io.ComfyNode):
             search_aliases=["LTX 2.5", "VAEEncodeAudio", "LTXVAudioVAEEncode", "audio to video"],
             inputs=[
                 AudioVAE.Input("audio_vae", tooltip="From LTX Graph Audio VAE Loader."),
-                io.Audio.Input("audio"),
+                io.Audio.Input("audio", tooltip="The sound: mono or stereo, any sampling rate and length."),
                 io.Int.Input(
                     "length",
                     default=0,
@@ -155,6 +155,7 @@ class LTXGraphAudioEncode(io.ComfyNode):
         if video_latent is not None:
             length = VideoLatentShape(*video_part(video_latent, "video_latent").shape).num_frames
         vae: AudioVAEModel = audio_vae.model
+        vae.check_sound(waveform, sample_rate)
         seconds = waveform.shape[-1] / sample_rate
         latent_frames = _latent_frames(length, frame_rate)
         notes = _notes(seconds, latent_frames, sample_rate, vae.config.sample_rate)
@@ -189,7 +190,7 @@ def audio_part(samples, name: str) -> Tensor:
 
 
 def read_audio(audio: Any, name: str) -> tuple[Tensor, int]:
-    """(waveform (B, C, N), sample rate in Hz) of an AUDIO. Raises RequestError for what is none."""
+    """(waveform (B, C, N) float, sample rate in Hz) of an AUDIO. Raises RequestError and ShapeError for what is none."""
     if audio is None:
         raise RequestError(f"{name}: no sound came. The video that it was taken from may have none.")
     if not isinstance(audio, dict) or not isinstance(audio.get("waveform"), Tensor) or "sample_rate" not in audio:
@@ -197,7 +198,17 @@ def read_audio(audio: Any, name: str) -> tuple[Tensor, int]:
     rate = audio["sample_rate"]
     if not isinstance(rate, Real) or rate < 1 or rate != int(rate):
         raise RequestError(f"{name}: this AUDIO has sample_rate {rate!r}, expected a whole number of Hz such as 48000.")
-    return audio["waveform"], int(rate)
+    waveform = audio["waveform"]
+    if waveform.ndim != 3:
+        raise ShapeError(
+            f"{name}: a waveform of shape {tuple(waveform.shape)}, expected (batch, channels, samples). Connect Load "
+            f"Audio or its like."
+        )
+    if not waveform.is_floating_point():
+        raise RequestError(
+            f"{name}: a waveform of {waveform.dtype}, expected float in [-1, 1]. Connect Load Audio or its like."
+        )
+    return waveform, int(rate)
 
 
 def _latent_frames(length: int, frame_rate: float) -> int | None:

@@ -86,6 +86,7 @@ class LTXGraphLatentUpscale(io.ComfyNode):
         video = video_part(samples, "samples")
         check_generations(upscale_model, video_vae, latent=read_latent(samples, "samples"))
         upscaler: LatentUpsampler = upscale_model.model
+        upscaler.check(video.shape, video_vae.model.config.latent_channels)
         activation_bytes = upscaler.activation_bytes(video.shape)
         with host.stay(report, "LTXGraphLatentUpscale", [upscale_model]) as timeline:
             host.make_resident([upscale_model], timeline, activation_bytes)

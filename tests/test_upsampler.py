@@ -126,6 +126,14 @@ def test_latents_of_another_kind_are_refused(upsampler, statistics, shape):
         upsampler.upscale(torch.zeros(shape), statistics)
 
 
+def test_a_latent_of_one_value_a_channel_is_refused_by_a_file_of_one_channel_a_group(statistics):
+    spatial, temporal = (LatentUpsampler(read_header(path), device="cpu") for path in FILES.values())
+    with pytest.raises(ShapeError, match=r"\(1, 4, 1, 1, 1\) has one value in each"):
+        temporal.activation_bytes((1, CHANNELS, 1, 1, 1))
+    spatial.output_shape((1, CHANNELS, 1, 1, 1))  # two channels in a group
+    assert temporal.upscale(random_latent(frames=2, height=1, width=1), statistics).shape == (1, CHANNELS, 3, 1, 1)
+
+
 def test_statistics_of_another_vae_are_refused(upsampler):
     with pytest.raises(ShapeError, match="statistics have 128 channels, the latent has 4"):
         upsampler.upscale(random_latent(), PerChannelStatistics(128))

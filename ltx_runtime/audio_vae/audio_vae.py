@@ -256,7 +256,7 @@ class AudioVAE(ResidentModule):
         check_cancelled: see decode. Raises ShapeError, RequestError, CheckpointError and NonFiniteError as decode does.
         Source: audio.md section 3.
         """
-        self._check_sound(waveform, sample_rate)
+        self.check_sound(waveform, sample_rate)
         if latent_frames is not None and latent_frames < 1:
             raise ShapeError(f"latent_frames={latent_frames}, expected at least 1.")
         timeline = timeline or Timeline(None, device=self.device)
@@ -286,7 +286,8 @@ class AudioVAE(ResidentModule):
             raise ShapeError(f"this latent is empty: {sizes}.")
         return sizes
 
-    def _check_sound(self, waveform: Tensor, sample_rate: int) -> None:
+    def check_sound(self, waveform: Tensor, sample_rate: int) -> None:
+        """Raises ShapeError and RequestError for sound that `encode` refuses. Reads no weights."""
         sizes = tuple(waveform.shape)
         if len(sizes) != 3:
             raise ShapeError(f"this sound has shape {sizes}, expected (batch, channels, samples).")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import prompts
@@ -22,6 +23,8 @@ from ltx_runtime.tiny import (
     write_tiny_checkpoints,
     write_tiny_transformer,
 )
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
 
 
 def sampled(**latent_or_sampler) -> dict:
@@ -246,6 +249,40 @@ def test_latents_that_are_none_of_ltx(client, kind, words):
     prompt["latent"] = node("LTXTestLatent", kind=kind)
     text = failure(client, prompt)
     assert all(word in text for word in words), text
+
+
+def stays(base, node_id: str) -> int:
+    """How often the node has been in any render's log."""
+    logs = (base / "output" / "ltxgraph").glob("*.jsonl")
+    return sum(log.read_text(encoding="utf-8").count(f'"name": "{node_id}"') for log in logs)
+
+
+def test_sound_of_six_channels_is_refused_before_a_stay_begins(client, base):
+    before = stays(base, "LTXGraphAudioEncode")
+    prompt = {
+        "sound": node("LTXTestJunk", kind="surround"),
+        "vae": node("LTXGraphAudioVAELoader", vae_name=AUDIO_VAE_FILE),
+        "encode": node("LTXGraphAudioEncode", audio_vae=["vae", 0], audio=["sound", 0], length=0, frame_rate=24.0),
+        "show": node("PreviewAny", source=["encode", 1]),
+    }
+    assert "6 channels" in failure(client, prompt, at="encode")
+    assert stays(base, "LTXGraphAudioEncode") == before
+
+
+def test_a_vae_of_another_width_is_refused_before_the_upscaler_is_read(client, base):
+    before = stays(base, "LTXGraphLatentUpscale")
+    shutil.copy(GOLDENS / "video_vae_conv_tiny.safetensors", base / "models" / "vae" / "narrow.safetensors")
+    prompt = {
+        "latent": node("LTXTestLatent", kind="NaN"),
+        "vae": node("LTXGraphVideoVAELoader", vae_name="narrow.safetensors"),
+        "upscaler": node("LTXGraphUpscalerLoader", model_name=SPATIAL_UPSCALER_FILE),
+        "upscale": node(
+            "LTXGraphLatentUpscale", samples=["latent", 0], upscale_model=["upscaler", 0], video_vae=["vae", 0]
+        ),
+        "show": node("PreviewAny", source=["upscale", 1]),
+    }
+    assert "statistics have 4 channels, the latent has 128" in failure(client, prompt, at="upscale")
+    assert stays(base, "LTXGraphLatentUpscale") == before
 
 
 @pytest.mark.parametrize("key", ["area", "control", "a_future_key"])

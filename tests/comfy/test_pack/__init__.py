@@ -107,6 +107,33 @@ class LTXTestLatent:
         return ({} if samples is None else {"samples": samples},)
 
 
+class LTXTestJunk:
+    """An IMAGE or AUDIO that is none, by a switch that lets everything through."""
+
+    RETURN_TYPES = (Wildcard("*"),)
+    FUNCTION = "run"
+    CATEGORY = "test"
+
+    MAKE = {
+        "one frame": lambda: torch.zeros(8, 8, 3),
+        "flow": lambda: torch.zeros(2, 8, 8, 2),
+        "bytes": lambda: torch.zeros(2, 8, 8, 3, dtype=torch.uint8),
+        "a clip": lambda: torch.rand(2, 8, 8, 3),
+        "no waveform": lambda: {"sample_rate": 48000},
+        "no channels": lambda: {"waveform": torch.zeros(2, 480), "sample_rate": 48000},
+        "integers": lambda: {"waveform": torch.zeros(1, 2, 480, dtype=torch.int16), "sample_rate": 48000},
+        "surround": lambda: {"waveform": torch.zeros(1, 6, 48000), "sample_rate": 48000},
+        "sound": lambda: {"waveform": torch.zeros(1, 2, 480), "sample_rate": 48000},
+    }
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"kind": (list(cls.MAKE),)}}
+
+    def run(self, kind):
+        return (self.MAKE[kind](),)
+
+
 class LTXTestConditioningKey:
     """A CONDITIONING with one more key in its dict."""
 
@@ -346,6 +373,7 @@ NODE_CLASS_MAPPINGS = {
         LTXTestNothing,
         LTXTestRaise,
         LTXTestLatent,
+        LTXTestJunk,
         LTXTestConditioningKey,
         LTXTestConditioningJunk,
         LTXTestVoice,
