@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .timing import summarize
+from .timing import is_table, summarize
 
 SCHEMA = "ltxgraph.timeline/1"
 # What new_render_id makes, and an arm's name behind it: nothing that could leave the log's folder.
@@ -32,9 +32,9 @@ _SHOWN = (
 
 def compact(event: Mapping[str, Any]) -> dict[str, Any]:
     """An event of the phase log without nulls, without the fields that are the same in all, and without tables in
-    its attributes (kernels by name): those stay in the file."""
+    its attributes (`timing.is_table`): those stay in the file."""
     shown = {field: event[field] for field in _SHOWN if event.get(field) is not None}
-    attrs = {name: value for name, value in event["attrs"].items() if not _is_table(value)}
+    attrs = {name: value for name, value in event["attrs"].items() if not is_table(value)}
     return shown | ({"attrs": attrs} if attrs else {})
 
 
@@ -60,7 +60,3 @@ def read_timeline(path: Path, most_events: int | None = None) -> dict[str, Any]:
         "events": [compact(event) for event in events],
         "summary": summarize(events),
     }
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value)

@@ -526,14 +526,14 @@ def _plain(value: Any, where: str) -> Any:
     return str(value)
 
 
-def _is_table(value: Any) -> bool:
+def is_table(value: Any) -> bool:
+    """Whether an attribute of an event (copies by kind, kernels) is for the file and not for a line or a widget."""
     return isinstance(value, dict) or isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value)
 
 
 def _readable(event: dict) -> str:
     """One line for people, e.g. `ltxgraph: end sample.step 415.2 ms (GPU 403.1 ms, 97% busy; CPU 96.0 ms) step=3`."""
-    # Tables (copies by kind, kernels) are for the file.
-    attrs = " ".join(f"{key}={value}" for key, value in event["attrs"].items() if not _is_table(value))
+    attrs = " ".join(f"{key}={value}" for key, value in event["attrs"].items() if not is_table(value))
     if event["event"] != "end":
         text = f"{event['event']} {event['phase']}" + (f": {event['message']}" if "message" in event else "")
         return f"ltxgraph: {text} {attrs}".rstrip()

@@ -32,6 +32,15 @@ def test_compact_events_keep_numbers_and_drop_what_repeats(tmp_path):
     assert set(end) == {"t_ms", "phase", "event", "wall_ms", "gpu_ms", "gpu_method", "gpu_busy", "cpu_ms", "attrs"}
 
 
+def test_what_no_line_holds_is_left_out_of_the_log_lines_and_of_the_widget_alike(caplog):
+    caplog.set_level("INFO", logger="ltxgraph")
+    timeline = Timeline(None)
+    with timeline.phase("sample.step", step=0, copies={"HtoD": 1}, kernels=[{"name": "gemm"}], shape=[1, 128]):
+        pass
+    assert caplog.records[0].message == "ltxgraph: begin sample.step step=0 shape=[1, 128]"
+    assert compact(timeline.events[0])["attrs"] == {"step": 0, "shape": [1, 128]}
+
+
 def test_half_a_last_line_is_left_out(tmp_path):
     timeline = render(tmp_path)
     whole = timeline.path.read_text(encoding="utf-8")

@@ -215,9 +215,6 @@ export function barFacts(b, brief) {
 
 function attrWords(name, value) {
   if (Array.isArray(value)) return value.join(" × ");
-  if (value !== null && typeof value === "object") {
-    return Object.entries(value).map(([key, v]) => `${key}: ${typeof v === "object" ? JSON.stringify(v) : v}`).join(", ") || "none";
-  }
   if (typeof value === "number" && name.endsWith("bytes")) return bytesWords(value);
   if (typeof value === "number" && name.endsWith("_ms")) return timeWords(value);
   return String(value);
