@@ -149,8 +149,10 @@ class LTXGraphSaveConditioning(io.ComfyNode):
             search_aliases=["LTX 2.5", "save prompt", "text encoder cache"],
             is_output_node=True,
             inputs=[
-                io.Conditioning.Input("conditioning"),
-                io.String.Input("filename_prefix", default="prompt", tooltip="A plain name; a number and .safetensors are added."),
+                io.Conditioning.Input("conditioning", tooltip="The encoded prompt to save; it is passed on unchanged."),
+                io.String.Input(
+                    "filename_prefix", default="prompt", tooltip="A plain name; a number and .safetensors are added."
+                ),
             ],
             outputs=[io.Conditioning.Output(display_name="conditioning")],
         )

@@ -33,7 +33,7 @@ class LTXGraphDuration(io.ComfyNode):
             search_aliases=["LTX 2.5", "LTXVDurationPredictor", "length", "num_frames"],
             inputs=[
                 Model.Input("model", tooltip="From LTX Graph Model Loader. Its text connectors feed the head."),
-                io.Conditioning.Input("positive"),
+                io.Conditioning.Input("positive", tooltip="The encoded prompt of the clip."),
                 io.Combo.Input(
                     "duration_head",
                     options=_FILES.names(),

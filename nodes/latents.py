@@ -38,10 +38,16 @@ class LTXGraphEmptyLatent(io.ComfyNode):
             description="An empty LTX latent, video alone or video with sound. Needs no VAE.",
             search_aliases=["LTX 2.5", "EmptyLTXVLatentVideo", "LTXVEmptyLatentAudio"],
             inputs=[
-                io.Int.Input("width", default=768, min=SPACE_FACTOR, max=16384, step=SPACE_FACTOR, tooltip="A multiple of 32."),
-                io.Int.Input("height", default=512, min=SPACE_FACTOR, max=16384, step=SPACE_FACTOR, tooltip="A multiple of 32."),
-                io.Int.Input("length", default=121, min=1, max=16384, step=TIME_FACTOR, tooltip="Frames: 1, 9, 17 ... 121 ..."),
-                io.Int.Input("batch_size", default=1, min=1, max=64),
+                io.Int.Input(
+                    "width", default=768, min=SPACE_FACTOR, max=16384, step=SPACE_FACTOR, tooltip="A multiple of 32."
+                ),
+                io.Int.Input(
+                    "height", default=512, min=SPACE_FACTOR, max=16384, step=SPACE_FACTOR, tooltip="A multiple of 32."
+                ),
+                io.Int.Input(
+                    "length", default=121, min=1, max=16384, step=TIME_FACTOR, tooltip="Frames: 1, 9, 17 ... 121 ..."
+                ),
+                io.Int.Input("batch_size", default=1, min=1, max=64, tooltip="Clips rendered together."),
                 io.Float.Input(
                     "frame_rate",
                     default=24.0,

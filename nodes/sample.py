@@ -39,9 +39,16 @@ def sampling_inputs() -> list[io.Input]:
     """The inputs that the sampler and the parity run share, in the order both show them."""
     return [
         Model.Input("model", tooltip="From LTX Graph Model Loader."),
-        io.Conditioning.Input("positive"),
+        io.Conditioning.Input("positive", tooltip="The encoded prompt, of an LTX text encoder or a saved file."),
         io.Latent.Input("latent_image", tooltip="Plain video, plain audio, or video with audio."),
-        io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True),
+        io.Int.Input(
+            "seed",
+            default=0,
+            min=0,
+            max=0xFFFFFFFFFFFFFFFF,
+            control_after_generate=True,
+            tooltip="Of the start noise and of the noise that steps add: the same seed gives the same clip.",
+        ),
         io.Combo.Input(
             "schedule",
             options=list(SCHEDULES),

@@ -56,6 +56,17 @@ def test_every_node_class_is_listed_and_named_by_its_id():
     assert all(name == node_id for name, node_id in ids.items())
 
 
+@pytest.mark.parametrize("path", sources(), ids=lambda path: path.name)
+def test_every_input_has_a_tooltip(path):
+    inputs = [
+        call
+        for call in ast.walk(sources()[path])
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "Input"
+    ]
+    silent = [ast.unparse(i.args[0]) for i in inputs if "tooltip" not in {k.arg for k in i.keywords}]
+    assert not silent, f"{path.name}: no tooltip: {', '.join(silent)}"
+
+
 def test_every_node_has_a_help_page():
     pages = {path.stem for path in (ROOT / "web" / "docs").glob("*.md")}
     assert pages == set(node_ids().values())
