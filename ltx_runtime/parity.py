@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .errors import RequestError
+
 FRAME_AXES = ("frame", "y", "x", "channel")
 WAVEFORM_AXES = ("batch", "channel", "sample")
 VIDEO_LATENT_AXES = ("batch", "channel", "frame", "y", "x")
@@ -73,7 +75,8 @@ class Comparison:
     name: what was compared ("frames", "waveform", "latent", "step 3", ...).
     shape: of the first. note: why nothing could be measured ("shapes differ: ..."), else empty.
     max_abs, mean_abs: largest and mean |a - b| over the finite pairs; None when it could not be measured.
-    differing, total: elements whose values differ (a value that is not finite differs), and all elements.
+    differing, total: elements whose values differ (a value that is not finite differs), and all elements (of the
+    larger one, where shapes differ).
     signed_zeros: elements that differ only in the sign of zero.
     nonfinite_a, nonfinite_b: NaN and Inf elements.
     first: the earliest differing element (earliest frame or sample, then in memory order). largest: that of max_abs.
@@ -103,9 +106,11 @@ class Comparison:
         return not (self.nonfinite_a or self.nonfinite_b)
 
     def status(self, tolerance: float = 0.0) -> str:
-        """EQUAL, WITHIN_TOLERANCE or DIFFERENT."""
+        """EQUAL, WITHIN_TOLERANCE, DIFFERENT, or NOT_TESTED for two empty tensors."""
         if self.bit_exact:
             return EQUAL
+        if not self.total:
+            return NOT_TESTED
         if self.finite and self.max_abs is not None and self.max_abs <= tolerance:
             return WITHIN_TOLERANCE
         return DIFFERENT
@@ -169,7 +174,8 @@ def compare(
     axes = tuple(axes) if axes is not None else tuple(f"axis {i}" for i in range(a.dim()))
     if a.shape != b.shape:
         note = f"shapes differ: {_shape_words(a)} and {_shape_words(b)}"
-        return Comparison(name, tuple(a.shape), a.numel(), False, max_abs=None, mean_abs=None, note=note)
+        total = max(a.numel(), b.numel())
+        return Comparison(name, tuple(a.shape), total, False, max_abs=None, mean_abs=None, note=note)
     if a.numel() == 0:
         return Comparison(
             name, tuple(a.shape), 0, False, max_abs=None, mean_abs=None, note="nothing to compare: the tensors are empty"
@@ -570,7 +576,7 @@ class Trial:
         found = {c.status(tolerance) for c in self.judged(tolerance)}
         if not all(c.bit_exact for c in self.comparisons):
             found.add(WITHIN_TOLERANCE)
-        return next(status for status in (DIFFERENT, WITHIN_TOLERANCE, EQUAL) if status in found)
+        return next(status for status in (DIFFERENT, NOT_TESTED, WITHIN_TOLERANCE, EQUAL) if status in found)
 
     def worst(self, tolerance: float) -> Comparison:
         """The comparison that a person should look at first: outputs before other stages, larger before smaller."""
@@ -612,6 +618,12 @@ class Verdict:
     numbers: Mapping[str, Any] = field(default_factory=dict)
 
 
+def check_tolerance(tolerance: float) -> None:
+    """Raises RequestError for NaN, Inf and numbers below 0."""
+    if not 0 <= tolerance < math.inf:
+        raise RequestError(f"tolerance={tolerance}: it must be 0 (every bit equal) or a positive number.")
+
+
 def judge(
     question: Arm,
     controls: Sequence[Arm] = (),
@@ -625,12 +637,12 @@ def judge(
     outputs: per case, a digest of one arm's frames; different cases must differ, else the render ignores its seed.
 
     A difference anywhere wins, a difference found in a control too. Next comes "not tested": an arm that did not run,
-    a degenerate output, cases that give the same frames. "equal" asks for every bit of every comparison.
+    a degenerate output, cases that give the same frames, nothing to compare. "equal" asks for every bit of every comparison.
+    Raises RequestError for a tolerance that is none.
     numbers: tolerance, max_abs (of the outputs), first_stage (a comparison, and how it was found), worst (arm, case,
     replay, and the comparison), ranges, alike_cases, arms (name, against, status, words, cases, replays), comparisons.
     """
-    if not 0 <= tolerance < math.inf:
-        raise ValueError(f"tolerance={tolerance} must be 0 or a positive number")
+    check_tolerance(tolerance)
     arms = (question, *controls)
     results = [_judge_arm(arm, tolerance) for arm in arms]
     alike = _alike_cases(outputs or {})
@@ -679,6 +691,9 @@ def _judge_arm(arm: Arm, tolerance: float) -> _ArmResult:
             words += f"; first differing stage: {found.first_stage.name}{note}"
         return _ArmResult(DIFFERENT, words, f"{DIFFERENT} ({comparison.name}: {comparison.words()})", worst)
     reason = arm.not_run or next((r.degenerate for t in arm.trials for r in t.ranges if r.degenerate), "")
+    if not reason and NOT_TESTED in statuses:
+        empty = next(c for t in arm.trials for c in t.judged(tolerance) if c.status(tolerance) == NOT_TESTED)
+        reason = f"{empty.name}: {empty.words()}"
     if reason:
         return _ArmResult(NOT_TESTED, reason, f"{NOT_TESTED} ({reason})", worst)
     outputs = _and(dict.fromkeys(c.name for trial in arm.trials for c in trial.comparisons))

@@ -28,6 +28,7 @@ from .parity import (
     RangeStats,
     Trial,
     Verdict,
+    check_tolerance,
     compare_frames,
     compare_latents,
     compare_waveforms,
@@ -93,15 +94,15 @@ def judge_clips(
     the seams.
     Where nothing else differs, the graphs are in question: without a wholly graphed and an eager arm, and with one that
     was asked to use a graph, the verdict is "not tested", and the comparison a repeated eager render.
+    Raises RequestError for a tolerance that is none.
     """
     comparisons = [compare_frames(*clips)]
     ranges = [frame_range(clip) for clip in clips]
     if sounds is not None:
         comparisons.append(_compare_sounds(*sounds))
         ranges += [waveform_range(waveform) for waveform, _ in sounds]
-    trial = Trial(
-        "render", tuple(comparisons), tuple(ranges), first_stage=next((c for c in comparisons if not c.bit_exact), None)
-    )
+    first_stage = next((c for c in comparisons if c.total and not c.bit_exact), None)
+    trial = Trial("render", tuple(comparisons), tuple(ranges), first_stage=first_stage)
     ran = tuple(map(_how_it_ran, graphs))
     changed = _changed(*settings)
     names = _names(ran, changed)
@@ -198,7 +199,8 @@ def _short(value: Any) -> str:
 def _compare_sounds(a: tuple[Tensor, int], b: tuple[Tensor, int]) -> Comparison:
     if a[1] != b[1]:
         note = f"sample rates differ: {a[1]} and {b[1]} Hz"
-        return Comparison("waveform", tuple(a[0].shape), a[0].numel(), False, max_abs=None, mean_abs=None, note=note)
+        total = max(a[0].numel(), b[0].numel())
+        return Comparison("waveform", tuple(a[0].shape), total, False, max_abs=None, mean_abs=None, note=note)
     return compare_waveforms(a[0], b[0])
 
 
@@ -257,6 +259,7 @@ def run_parity(
         )
     if replays < 1 or seeds < 1:
         raise RequestError(f"replays={replays} and seeds={seeds} must both be at least 1.")
+    check_tolerance(tolerance)
     cases = _cases(request, seeds, other_text)
     arms = _Arms(model, cases, timelines, check_cancelled, _Counter(on_progress, request, seeds * (replays + 2)))
 

@@ -302,7 +302,7 @@ def _no_difference(b: Tensor | None, comparison: Comparison | None, comparable: 
     if b is None:
         return ["nothing to compare"], AMBER
     if not comparable:
-        return ["can't be compared", comparison.words()], RED
+        return ["can't be compared", comparison.words()], RED if comparison.total else AMBER
     if comparison.bit_exact:
         return ["NO DIFFERENCE", comparison.words(), f"in {comparison.shape[0]} frames"], GREEN
     return ["no difference in value", comparison.words()], AMBER

@@ -11,6 +11,7 @@ a new version; a field that changes its meaning or goes makes a new one.
     verdict.words                           str     one sentence, begins with the status
     verdict.bit_exact                       bool
     verdict.numbers                         any     parity.judge; "seams" of seams.SeamFindings, for tiles of one arm
+    notes[]                                 str     sentences for the user about the report itself
     environment.device                      str     name of the GPU, or "cpu"
     environment.torch                       str
     environment.cuda                        str?    CUDA version that torch was built for
@@ -84,10 +85,13 @@ class Render(Protocol):
 
 
 def json_report(
-    verdict: Verdict, renders: Mapping[str, Render], environment: Mapping[str, Any] | None = None
+    verdict: Verdict,
+    renders: Mapping[str, Render],
+    environment: Mapping[str, Any] | None = None,
+    notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The report as plain values, ready for json.dumps. renders: by the name of the arm. environment: `environment_of`
-    the first render's device when None."""
+    the first render's device when None. notes: what belongs to no single render."""
     if environment is None:
         devices = [render.timeline.device for render in renders.values()]
         environment = environment_of(devices[0] if devices else torch.device("cpu"))
@@ -101,6 +105,7 @@ def json_report(
             "numbers": dict(verdict.numbers),
         },
         "residency": _worst_residency(rendered),
+        "notes": list(notes),
         "environment": dict(environment),
         "renders": rendered,
     }
@@ -210,6 +215,7 @@ def as_text(report: Mapping[str, Any]) -> str:
     lines = [
         f"parity: {report['verdict']['words']}",
         report["residency"]["words"],
+        *(f"note: {note}" for note in report["notes"]),
         "",
         f"{environment['device']}, {software}, {environment['platform']}",
     ]
@@ -230,13 +236,16 @@ _SHOWN_DIFFERENCES = 12
 
 
 def _comparison_lines(comparisons: Sequence[Mapping]) -> list[str]:
-    """How many of each kind were compared, and for those that differ: where, by how much, in how many frames."""
+    """How many of each kind were compared, and for those that are not equal: where, by how much, in how many frames."""
     if not comparisons:
         return []
     differing = [c for c in comparisons if not c["bit_exact"]]
     names = [c["name"] for c in comparisons]
     tally = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    found = f"{len(differing)} differ:" if differing else "all equal bit for bit"
+    empty = sum(not c["total"] for c in comparisons)
+    counts = {"differ": len(differing) - empty, "empty": empty}
+    found = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    found = f"{found}:" if found else "all equal bit for bit"
     lines = ["", f"compared: {tally}; {found}"]
     for c in differing[:_SHOWN_DIFFERENCES]:
         where = f"  {c['arm']}, {c['case']}, replay {c['replay']}, {c['name']}: "

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from comfy_api.latest import io, ui
 
-from ..ltx_runtime.errors import LTXError, RequestError
+from ..ltx_runtime.errors import LTXError, RequestError, ShapeError
 from ..ltx_runtime.parity import DIFFERENT
 from ..ltx_runtime.parity_run import ParityOutcome, judge_clips, run_parity
 from ..ltx_runtime.pictures import difference_picture, timeline_picture
-from ..ltx_runtime.report_text import json_report, text_report
+from ..ltx_runtime.report_text import as_text, json_report
 from ..ltx_runtime.sampler import TextFeatures
 from ..ltx_runtime.timing import Timeline
 from . import host, live
-from .audio import AudioVAE, audio_part
+from .audio import AudioVAE, audio_part, read_audio
+from .checks import check_socket
 from .conditioning import read_conditioning
 from .decode import video_part
 from .latents import check_generations
@@ -58,39 +60,66 @@ def _outputs() -> list[io.Output]:
 def _finished(
     node: type[io.ComfyNode], judged: ParityOutcome, renders: dict[str, host.RenderReport], on_difference: str
 ) -> io.NodeOutput:
-    """The four outputs and the JSON for /history. Raises RendersDiffer when that is wanted."""
+    """The four outputs and the JSON for /history. Raises RendersDiffer when that is wanted.
+
+    A picture that fails (a full disk, say) is black, and the report says why.
+    """
     verdict = judged.verdict
     if verdict.status == DIFFERENT and on_difference == "fail":
         raise RendersDiffer(f"{verdict.words}. on_difference is 'fail'; set it to 'report' to see the pictures.")
-    difference = difference_picture(
-        *judged.clips,
-        verdict,
-        comparison=judged.frames,
-        waveform=judged.waveform,
-        seams=judged.seams,
-        names=judged.names,
-    )
-    timelines = [
-        timeline_picture(r.timeline.events, title=f"{arm}: render {r.timeline.render_id}") for arm, r in renders.items()
+
+
+    def difference() -> torch.Tensor:
+        return difference_picture(
+            *judged.clips,
+            verdict,
+            comparison=judged.frames,
+            waveform=judged.waveform,
+            seams=judged.seams,
+            names=judged.names,
+        )
+
+    def timeline() -> torch.Tensor:
+        timelines = [
+            timeline_picture(r.timeline.events, title=f"{arm}: render {r.timeline.render_id}")
+            for arm, r in renders.items()
+        ]
+        return torch.cat(timelines or [timeline_picture(())])
+
+    notes: list[str] = []
+    images: list[dict] = []
+    pictures = [
+        _picture(node, "difference", difference, images, notes),
+        _picture(node, "timeline", timeline, images, notes),
     ]
-    timeline = torch.cat(timelines or [timeline_picture(())])
-    text = text_report(verdict, renders)
-    shown = [
-        image for picture in (difference, timeline) for image in ui.PreviewImage(picture, cls=node).as_dict()["images"]
-    ]
+    report = json_report(verdict, renders, notes=notes)
+    text = as_text(report)
     return io.NodeOutput(
         text,
         verdict.bit_exact,
-        host.to_intermediate(difference),
-        host.to_intermediate(timeline),
+        *map(host.to_intermediate, pictures),
         ui={
             # One JSON text: ComfyUI counts objects in a `ui` entry as files that the job made.
-            "ltxgraph_report": [json.dumps(json_report(verdict, renders), allow_nan=False)],
+            "ltxgraph_report": [json.dumps(report, allow_nan=False)],
             **live.shown(renders, verdict),
             "text": [text],
-            "images": shown,
+            "images": images,
         },
     )
+
+
+def _picture(
+    node: type[io.ComfyNode], name: str, draw: Callable[[], torch.Tensor], images: list[dict], notes: list[str]
+) -> torch.Tensor:
+    """Draw a picture and write it where the browser finds it. Adds to images, or to notes why it failed."""
+    picture = torch.zeros(1, 64, 64, 3)
+    try:
+        picture = draw()
+        images.extend(ui.PreviewImage(picture, cls=node).as_dict()["images"])
+    except Exception as error:  # whatever it is, it must not cost the verdict of renders that took minutes
+        host.logger.exception("the %s picture failed", name)
+        notes.append(f"the {name} picture failed, the verdict stands: {type(error).__name__}: {error}")
+    return picture
 
 
 class LTXGraphTimingParity(io.ComfyNode):
@@ -107,8 +136,12 @@ class LTXGraphTimingParity(io.ComfyNode):
                 io.Image.Input("frames_a", tooltip="Decoded frames of the first render, as a rule the eager one."),
                 io.Image.Input("frames_b", tooltip="Decoded frames of the second render."),
                 *_judging_inputs(),
-                io.Audio.Input("audio_a", optional=True),
-                io.Audio.Input("audio_b", optional=True),
+                io.Audio.Input(
+                    "audio_a",
+                    optional=True,
+                    tooltip="Sound of the first render: judged with the frames. Connect both or none.",
+                ),
+                io.Audio.Input("audio_b", optional=True, tooltip="Sound of the second render."),
                 Report.Input(
                     "report_a", optional=True, tooltip="Report of the first render, for timing and what really ran."
                 ),
@@ -133,9 +166,11 @@ class LTXGraphTimingParity(io.ComfyNode):
             raise RequestError(
                 "audio_a and audio_b: connect both or none; the sound of one render alone can't be compared."
             )
+        frames = {"frames_a": frames_a, "frames_b": frames_b}
+        sounds = {"audio_a": audio_a, "audio_b": audio_b}
         judged = judge_clips(
-            (frames_a, frames_b),
-            tuple(_sound(audio) for audio in (audio_a, audio_b)) if audio_a is not None else None,
+            tuple(_checked_frames(value, name) for name, value in frames.items()),
+            None if audio_a is None else tuple(read_audio(value, name) for name, value in sounds.items()),
             tuple(report.graph if report is not None else None for report in (report_a, report_b)),
             tuple(report.settings if report is not None else {} for report in (report_a, report_b)),
             tuple(report.tiles if report is not None else None for report in (report_a, report_b)),
@@ -145,8 +180,18 @@ class LTXGraphTimingParity(io.ComfyNode):
         return _finished(cls, judged, renders, on_difference)
 
 
-def _sound(audio: dict[str, Any]) -> tuple[torch.Tensor, int]:
-    return audio["waveform"], int(audio["sample_rate"])
+def _checked_frames(frames: Any, name: str) -> torch.Tensor:
+    """The frames of input `name`. Raises RequestError and ShapeError for what is no IMAGE."""
+    source = "the frames of LTX Graph Video Decode or their like"
+    check_socket(frames, torch.Tensor, name, source)
+    if frames.ndim != 4 or frames.shape[3] not in (1, 3, 4):
+        raise ShapeError(
+            f"{name}: frames of shape {tuple(frames.shape)}, expected (frames, height, width, channels) with 1, 3 or 4 "
+            f"channels. Connect {source}."
+        )
+    if not frames.is_floating_point():
+        raise RequestError(f"{name}: these frames are {frames.dtype}, expected float in [0, 1]. Connect {source}.")
+    return frames
 
 
 class LTXGraphParityRun(io.ComfyNode):

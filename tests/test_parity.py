@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ltx_runtime import parity
+from ltx_runtime.errors import RequestError
 from ltx_runtime.parity import (
     Arm,
     Trial,
@@ -124,8 +125,17 @@ def test_same_values_in_two_dtypes_are_not_bit_exact():
     assert found.status() == "within tolerance" and "bfloat16" in found.words()
 
 
-def test_empty_tensors_are_not_equal():
-    assert not compare_frames(torch.zeros(0, 2, 2, 3), torch.zeros(0, 2, 2, 3)).bit_exact
+def test_empty_tensors_are_neither_equal_nor_different():
+    none = torch.zeros(0, 2, 2, 3)
+    found = compare_frames(none, none)
+    assert not found.bit_exact and found.status() == found.status(1.0) == "not tested"
+    assert compare_frames(none, clip()).status() == compare_frames(clip(), none).status() == "different"
+
+
+def test_an_empty_stage_is_not_tested_and_named():
+    nothing = compare(torch.zeros(0), torch.zeros(0), name="waveform")
+    verdict = judge(Arm("graphed", "eager", (Trial("seed 1", (compare_frames(clip(), clip()), nothing)),)))
+    assert verdict.words == "not tested: waveform: nothing to compare: the tensors are empty"
 
 
 def test_waveform_groups_are_tenths_of_a_second_and_first_means_earliest(chunks):
@@ -418,5 +428,9 @@ def test_numbers_are_plain_json_even_with_nan():
 def test_misuse_is_refused():
     with pytest.raises(ValueError, match="neither a trial nor a reason"):
         Arm("graphed", "eager")
-    with pytest.raises(ValueError, match="tolerance"):
-        judge(NO_CUDA, [REPEATED], tolerance=-1.0)
+
+
+@pytest.mark.parametrize("tolerance", [-1.0, math.nan, math.inf])
+def test_a_tolerance_that_is_none_is_refused(tolerance):
+    with pytest.raises(RequestError, match=f"tolerance={tolerance}: it must be 0"):
+        judge(NO_CUDA, [REPEATED], tolerance=tolerance)

@@ -14,6 +14,7 @@ from ltx_runtime.conditioning_file import load_conditioning
 from ltx_runtime.errors import RequestError
 from ltx_runtime.parity import DIFFERENT, EQUAL, NOT_TESTED
 from ltx_runtime.parity_run import judge_clips, run_parity
+from ltx_runtime.report_text import text_report
 from ltx_runtime.runtime import load_transformer
 from ltx_runtime.sampler import SampleRequest, TextFeatures, sample
 from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape
@@ -111,6 +112,20 @@ def test_arms_of_any_kind_are_named_by_what_differs(settings, graphs, names):
 def test_equal_pictures_of_different_seeds_are_equal_and_the_verdict_says_what_was_asked():
     outcome = judge_clips((clip(), clip()), None, (OFF, OFF), (SEVEN, ELEVEN), tolerance=0.0)
     assert outcome.verdict.status == EQUAL and outcome.verdict.words.endswith("settings that differ: seed 7 and 11")
+
+
+def test_clips_without_frames_are_not_tested():
+    none = torch.zeros(0, 8, 8, 3)
+    outcome = judge_clips((none, none), None, (OFF, GRAPHED), tolerance=0.0)
+    assert outcome.verdict.words == "not tested: frames empty: 0x8x8x3"
+    assert outcome.verdict.numbers["first_stage"] is None
+    assert "compared: 1 x frames; 1 empty:" in text_report(outcome.verdict, {})
+    assert judge_clips((none, clip()), None, (OFF, GRAPHED), tolerance=0.0).verdict.status == DIFFERENT
+
+
+def test_a_tolerance_that_is_none_is_refused_before_a_render(models, request_):
+    with pytest.raises(RequestError, match="tolerance=nan"):
+        run_parity(*models, request_, replays=1, seeds=1, tolerance=float("nan"), timelines=None)
 
 
 def test_sound_is_judged_with_its_sample_rate():

@@ -167,6 +167,12 @@ def test_the_report_without_a_render_still_has_its_verdict():
     assert as_text(report).startswith("parity: not tested: no CUDA; eager repeated: equal\n")
 
 
+def test_notes_on_the_report_itself_stand_at_its_head():
+    report = json_report(verdict(), {}, notes=["the timeline picture failed"])
+    assert report["notes"] == ["the timeline picture failed"]
+    assert as_text(report).splitlines()[2] == "note: the timeline picture failed"
+
+
 def test_the_text_says_what_a_person_asks_for():
     text = text_report(verdict(), {"eager": rendered()})
     for words in (

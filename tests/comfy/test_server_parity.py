@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 
-import pytest
 import prompts
+import pytest
 from prompts import node
 
 ON_CPU = "resident: not measured, the model is on cpu"
@@ -97,3 +98,56 @@ def test_two_renders_are_named_by_what_differs(client, change, names, asked):
     words = report["verdict"]["words"]
     assert words.startswith(f"different: {names[1]} differs from {names[0]} in frames")
     assert words.endswith(f"; settings that differ: {asked}")
+
+
+def judging(**junk) -> dict:
+    """A Timing Parity alone. junk: kinds of LTXTestJunk, by input."""
+    kinds = {"frames_a": "a clip", "frames_b": "a clip", **junk}
+    prompt = {name: node("LTXTestJunk", kind=kind) for name, kind in kinds.items()}
+    inputs = {name: [name, 0] for name in kinds}
+    prompt["parity"] = node("LTXGraphTimingParity", **inputs, tolerance=0.0, on_difference="report")
+    return prompt
+
+
+def test_a_picture_that_can_not_be_written_does_not_cost_the_verdict(client, server, base):
+    temp = base / "temp"
+    shutil.rmtree(temp)
+    temp.write_text("no folder", encoding="utf-8")  # as a full disk: every write fails
+    try:
+        output = shown(client.run(parity()))
+    finally:
+        temp.unlink()
+        temp.mkdir()
+    report = json.loads(output["ltxgraph_report"][0])
+    assert report["verdict"]["status"] == "not tested" and report["verdict"]["words"].endswith("eager repeated: equal")
+    for name, note in zip(("difference", "timeline"), report["notes"], strict=True):
+        assert note.startswith(f"the {name} picture failed, the verdict stands: ") and str(temp) in note
+        assert f"note: {note}\n" in output["text"][0]
+        assert f"the {name} picture failed\nTraceback" in server.log()
+    assert not output.get("images")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("frames_a", "one frame", "frames_a: frames of shape (8, 8, 3), expected (frames, height, width, channels)"),
+        ("frames_b", "flow", "frames_b: frames of shape (2, 8, 8, 2)"),
+        ("frames_b", "bytes", "frames_b: these frames are torch.uint8, expected float in [0, 1]"),
+        ("frames_a", "sound", "frames_a: a dict came. Connect the frames of LTX Graph Video Decode"),
+        ("audio_b", "no waveform", "audio_b: this AUDIO has no waveform"),
+        ("audio_b", "no channels", "audio_b: a waveform of shape (2, 480), expected (batch, channels, samples)"),
+        ("audio_a", "integers", "audio_a: a waveform of torch.int16, expected float in [-1, 1]"),
+        ("audio_a", "a clip", "audio_a: this AUDIO has no waveform"),
+    ],
+)
+def test_what_is_no_clip_and_no_sound_is_refused_by_name(client, name, kind, words):
+    sound = {"audio_a": "sound", "audio_b": "sound"} if name.startswith("audio") else {}
+    run = client.run(judging(**{**sound, name: kind}))
+    assert run.outcome == "execution_error" and run.error.startswith(words), run.error
+
+
+def test_frames_that_did_not_come_are_refused_by_name(client):
+    prompt = judging()
+    prompt["frames_b"] = node("LTXTestNothing")
+    run = client.run(prompt)
+    assert run.outcome == "execution_error" and run.error.startswith("frames_b: nothing came."), run.error
