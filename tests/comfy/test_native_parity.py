@@ -221,7 +221,8 @@ def forward_distance(native: Native, model: TransformerModel, compatibility: str
     sigmas = torch.stack([native.sigmas[0], torch.zeros(())])
     request = dataclasses.replace(native.request(sigmas, "euler_ancestral"), compatibility=compatibility)
     ours = sample(model, request, cuda_graph="off")
-    return max(worst(native.result(ours, s), native.tokens("step0.denoised", s)) for s in native.streams)
+    distances = [worst(native.result(ours, s), native.tokens("step0.denoised", s)) for s in native.streams]
+    return torch.tensor(distances).max().item()  # Python's max would drop a NaN
 
 
 def test_one_forward(native, model):
