@@ -62,10 +62,12 @@ def main() -> None:
     if "audio" in arguments.decoder:
         latent = sound_latent(TINY_SECONDS if arguments.tiny else SECONDS).to(device)
         sound = [measure_sound(models["audio"], latent, arguments.repeats)]
+        print(f"{sound_table(sound)}\n", flush=True)
     # CUPTI last of all: once used, every launch of the process is slower.
     if device.type == "cuda" and not arguments.no_profile:
         for row, case in zip(rows, cases):
             row |= profile(case.to_host, device)
+            print(f"{table([row])}\n", flush=True)
         for row in sound:
             row |= profile(lambda: models["audio"].decode(latent), device)
     finish("decode", arguments, device, table(rows) + "\n\n" + sound_table(sound), [*rows, *sound])
@@ -159,6 +161,7 @@ def measure_video(cases: list[Case], repeats: int) -> list[dict]:
                 "seams": None if seams is None else seams.as_dict() | {"words": seams.words()},
             }
         )
+        print(f"{table(rows[-1:])}\n", flush=True)  # an interrupted run keeps what it measured
         del frames
     return rows
 

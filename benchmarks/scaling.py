@@ -37,11 +37,11 @@ def main() -> None:
     models = open_models(arguments.tiny)
     modes = arguments.modes or (["off", "on"] if models.device.type == "cuda" else ["off"])
     sizes = TINY if arguments.tiny else FULL
-    renders = {
-        (mode, size): warm_renders(models, size, mode, arguments.steps, arguments.repeats)
-        for size in sizes
-        for mode in modes
-    }
+    renders = {}
+    for size in sizes:
+        for mode in modes:
+            renders[mode, size] = warm_renders(models, size, mode, arguments.steps, arguments.repeats)
+            print(words(mode, size, renders[mode, size]), flush=True)
     # CUPTI last of all: once used, every launch of the process is slower.
     gpu = {size: gpu_times(models, size, arguments.steps) for size in sizes} if models.device.type == "cuda" else {}
     rows = []
@@ -167,6 +167,12 @@ def extent(size, phase: str) -> float:
 def plain(key, phases: dict) -> dict:
     mode, size = key
     return {"mode": mode, "size": size_name(size), "phases": phases}
+
+
+def words(mode: str, size, phases: dict[str, dict]) -> str:
+    """One line a size, printed as soon as it is measured."""
+    walls = ", ".join(f"{name} {phase['wall_ms']:.1f}" for name, phase in phases.items())
+    return f"{mode} {size_name(size)}, wall ms: {walls}"
 
 
 def table(rows: list[dict], sizes) -> str:

@@ -2,6 +2,8 @@
 
     python3 dev.py bench step [S0 S1 S2] [--json FILE]
 
+Each size's row is printed as soon as it is measured, CUPTI's columns later; at the end both tables.
+
 Eager wall and GPU time come from separate renders: CUPTI slows the host. GPU time is measured by CUPTI and, as `auto`
 does inside a render, by events (ltx_runtime/gpu_time.py); the second table sets one against the other. Graphed GPU time
 is an event pair around the replay.
@@ -32,13 +34,18 @@ def main() -> None:
     device = torch.device("cuda", 0)
     model = RandomTransformer(device)
     model.ensure_resident()
-    rows = [measure(model, size) for size in arguments.sizes]
+    rows = []
+    for size in arguments.sizes:
+        rows.append(measure(model, size))
+        print(f"{table(rows[-1:])}\n\nauto: {rows[-1]['auto']}\n", flush=True)
     for row in rows:
         row["by_events"] = by_events(model, row["size"], row["eager_ms"])
+        print(f"{row['size']} by events: {json.dumps(row['by_events'])}\n", flush=True)
     gap = {"pace_us": (queue_pace_ms(device) or 0) * 1e3, "gap_us": launch_gap_ms(device) * 1e3}
     # CUPTI last of all: once used, every launch of the process is slower.
     for row in rows:
         row |= profile(model, row["size"])
+        print(f"{table([row])}\n", flush=True)
     shortest = measure_gpu_busy(lambda: [torch.cuda._sleep(1) for _ in range(400)], device=device)
     gap["shortest_kernel_us"] = shortest.kernel_ms / shortest.kernel_count * 1e3
     result = {"benchmark": "step", "environment": environment(), "rows": rows, "gap": gap}
@@ -141,6 +148,7 @@ def profile(model, size: str) -> dict:
 
 
 def table(rows: list[dict]) -> str:
+    """What CUPTI has not measured yet is `-`."""
     lines = [
         "| size | eager ms | GPU ms (CUPTI) | busy | launches | graphed ms | graphed GPU ms | equal | copies, waits "
         "| capture ms (warm-up + record + first replay) | graph MB | peak GB |",
@@ -148,12 +156,20 @@ def table(rows: list[dict]) -> str:
     ]
     for r in rows:
         capture = r["capture"]
+        profiled = ["-"] * 4
+        if "eager_gpu_ms" in r:
+            profiled = [
+                f"{r['eager_gpu_ms']:.1f}",
+                f"{r['eager_gpu_ms'] / r['eager_ms']:.0%}",
+                str(r["launches"]),
+                f"{r['copies_in_step']}, {sum(r['host_waits_in_step'].values())}",
+            ]
         lines.append(
             f"| {r['size']} | {r['eager_ms']:.1f} ({r['eager_range_ms'][0]:.1f}-{r['eager_range_ms'][1]:.1f}) "
-            f"| {r['eager_gpu_ms']:.1f} | {r['eager_gpu_ms'] / r['eager_ms']:.0%} | {r['launches']} "
+            f"| {' | '.join(profiled[:3])} "
             f"| {r['graphed_ms']:.1f} ({r['graphed_range_ms'][0]:.1f}-{r['graphed_range_ms'][1]:.1f}) "
             f"| {r['graphed_gpu_ms']:.1f} | {r['equal_bit_for_bit']} "
-            f"| {r['copies_in_step']}, {sum(r['host_waits_in_step'].values())} "
+            f"| {profiled[3]} "
             f"| {capture['warmup_ms']:.0f} + {capture['capture_ms']:.0f} + {capture['first_replay_ms']:.0f} "
             f"| {(capture['graph_bytes'] + capture['static_bytes']) / 2**20:.0f} | {r['peak_gb']:.1f} |"
         )

@@ -116,7 +116,7 @@ def _picture(
     try:
         picture = draw()
         images.extend(ui.PreviewImage(picture, cls=node).as_dict()["images"])
-    except Exception as error:  # whatever it is, it must not cost the verdict of renders that took minutes
+    except Exception as error:  # noqa: BLE001 - whatever it is, it must not cost the verdict of renders that took minutes
         host.logger.exception("the %s picture failed", name)
         notes.append(f"the {name} picture failed, the verdict stands: {type(error).__name__}: {error}")
     return picture

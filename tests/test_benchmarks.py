@@ -45,6 +45,8 @@ def test_scaling():
         assert row["constant_ms"] >= 0 and row["slope_ms"] >= 0 and f"| {row['phase']} |" in table
         assert all(0 < point["wall_ms"] <= point["render_ms"] * 1.01 for point in row["measured"])
     assert "fixed cost of a render" in table
+    # Each size as soon as it is measured, before the table.
+    assert table.split("| mode |")[0].count(", wall ms: ") == len(result["renders"])
 
 
 def test_load():
@@ -67,6 +69,7 @@ def test_decode():
     assert 0 < tiled["mean_difference_to_whole"] < tiled["max_difference_to_whole"] < 1
     assert "| S0 64x64x17 | diffusion | tiles |" in table
     assert sound["repeats_bit_for_bit"] is True and "| 26 latent frames |" in table
+    assert table.count("| S0 64x64x17 | conv | whole |") == 2  # as soon as it is measured, and at the end
 
 
 def test_soak():
