@@ -1,7 +1,15 @@
 """LTX-2.5 on the device, without ComfyUI: load, sample, decode, and a log of where the time went."""
 from .conditioning import audio_state, text_to_video_state
 from .duration import DurationHead, duration_frames, load_duration_head, predict_seconds
-from .errors import CaptureError, CheckpointError, LTXError, NonFiniteError, RequestError, RestartRequiredError, ShapeError
+from .errors import (
+    CaptureError,
+    CheckpointError,
+    LTXError,
+    NonFiniteError,
+    RequestError,
+    RestartRequiredError,
+    ShapeError,
+)
 from .guidance import Guidance, GuidanceSpec
 from .lora import LoraSpec
 from .runtime import TransformerModel, load_transformer

@@ -26,7 +26,8 @@ class MemoryShortageError(CaptureError):
 
 
 class RestartRequiredError(CaptureError):
-    """A failed capture left the process unable to use the GPU. No frames may be returned; the message says to restart."""
+    """A failed capture left the process unable to use the GPU. No frames may be returned; the message says to
+    restart."""
 
 
 class NonFiniteError(LTXError):

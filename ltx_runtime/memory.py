@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from .checkpoint import CheckpointHeader
     from .sampler import SampleRequest
 
-# Values of one block alive at once, per token and unit of width: residual, norm, q, k, v, attention (8), the feed-forward's
-# hidden layer before and after its activation (8). h200_baseline.md section 3 measured 9 (fused) to 14 (ComfyUI).
+# Values of one block alive at once, per token and unit of width: residual, norm, q, k, v, attention (8), the
+# feed-forward's hidden layer before and after its activation (8). h200_baseline.md section 3 measured 9 (fused) to 14
+# (ComfyUI).
 _VALUES_PER_TOKEN = 16
 
 

@@ -26,7 +26,8 @@ NOISE_CONVENTIONS = ("comfyui", "reference")
 
 
 def check_noise(latent: torch.Tensor | None, state: TokenState, name: str) -> None:
-    """Raise RequestError unless noise in latent layout has the shape of this state's latent, appended frames included."""
+    """Raise RequestError unless noise in latent layout has the shape of this state's latent, appended frames
+    included."""
     expected = state.latent_shape.as_tuple()
     shape = None if latent is None else tuple(latent.shape)
     if shape != expected:

@@ -178,7 +178,13 @@ def compare(
         return Comparison(name, tuple(a.shape), total, False, max_abs=None, mean_abs=None, note=note)
     if a.numel() == 0:
         return Comparison(
-            name, tuple(a.shape), 0, False, max_abs=None, mean_abs=None, note="nothing to compare: the tensors are empty"
+            name,
+            tuple(a.shape),
+            0,
+            False,
+            max_abs=None,
+            mean_abs=None,
+            note="nothing to compare: the tensors are empty",
         )
     if a.dim() == 0:
         a, b, axes = a.reshape(1), b.reshape(1), ("element",)
@@ -637,8 +643,8 @@ def judge(
     outputs: per case, a digest of one arm's frames; different cases must differ, else the render ignores its seed.
 
     A difference anywhere wins, a difference found in a control too. Next comes "not tested": an arm that did not run,
-    a degenerate output, cases that give the same frames, nothing to compare. "equal" asks for every bit of every comparison.
-    Raises RequestError for a tolerance that is none.
+    a degenerate output, cases that give the same frames, nothing to compare. "equal" asks for every bit of every
+    comparison. Raises RequestError for a tolerance that is none.
     numbers: tolerance, max_abs (of the outputs), first_stage (a comparison, and how it was found), worst (arm, case,
     replay, and the comparison), ranges, alike_cases, arms (name, against, status, words, cases, replays), comparisons.
     """

@@ -583,7 +583,8 @@ def _gpu_lane(sheet: _Sheet, axis: _Axis, ends: Sequence[Mapping], busy, top: fl
 
 
 def _unaccounted_lane(sheet: _Sheet, axis: _Axis, free: Sequence[Interval], top: float, height: float) -> None:
-    """Each column of pixels as strong as the share of it that no phase covers: a thousand short gaps are no solid band."""
+    """Each column of pixels as strong as the share of it that no phase covers: a thousand short gaps are no solid
+    band."""
     share = np.zeros(sheet.image.width + 1)
     for start, end in free:
         x0, x1 = axis.x(start), axis.x(end)

@@ -158,4 +158,6 @@ def _check_text(text: TextFeatures, name: str, batch: int, config: TransformerCo
     if not bool(torch.isfinite(features).all()):
         raise RequestError(f"{name} holds NaN or Inf; encode the prompt again.")
     if features.shape[0] not in (1, batch):
-        raise ShapeError(f"{name} has batch {features.shape[0]}, the latent {batch}. Use one prompt, or one for each sample.")
+        raise ShapeError(
+            f"{name} has batch {features.shape[0]}, the latent {batch}. Use one prompt, or one for each sample."
+        )

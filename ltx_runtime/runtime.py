@@ -44,9 +44,9 @@ class TransformerModel(ResidentModule):
     ) -> bool:
         """Make chain, in order, the only LoRAs of this model; an empty one restores the base bit for bit.
 
-        Resident weights are changed in place, else the chain is fused when they are read. True if the weights changed or
-        will; the same files (path, size, time) at the same strengths do nothing, and strength 0 is as no LoRA. A change
-        of resident weights grows generation and drops recordings.
+        Resident weights are changed in place, else the chain is fused when they are read. True if the weights changed
+        or will; the same files (path, size, time) at the same strengths do nothing, and strength 0 is as no LoRA. A
+        change of resident weights grows generation and drops recordings.
         Phase load.read goes to timeline; on_progress(done_bytes, total_bytes), and what it raises stops the change.
 
         Raises CheckpointError or RequestError before anything is changed, see fit_loras. An error in the middle, a

@@ -16,8 +16,8 @@ from .errors import RequestError
 
 DISTILLED_SIGMAS = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0)
 DISTILLED_STAGE2_SIGMAS = (0.909375, 0.725, 0.421875, 0.0)
-# Of the reference's tiled second stage. No request resolves to it: `sample` takes it as sigmas, and the golden schedules
-# (tests/golden_kinds/schedules.py) check it.
+# Of the reference's tiled second stage. No request resolves to it: `sample` takes it as sigmas, and the golden
+# schedules (tests/golden_kinds/schedules.py) check it.
 DISTILLED_TILED_SIGMAS = (0.625, 0.4, 0.0)
 # Second stage of ComfyUI's official LTX-2.5 templates, as written there.
 TEMPLATE_STAGE2_SIGMAS = (0.85, 0.7250, 0.4219, 0.0)

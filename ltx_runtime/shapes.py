@@ -63,7 +63,9 @@ class VideoLatentShape:
     def from_pixels(cls, width: int, height: int, num_frames: int, batch: int = 1) -> VideoLatentShape:
         """Raises ShapeError when a size is off the grid."""
         check_pixel_size(width, height, num_frames)
-        return cls(batch, VIDEO_CHANNELS, (num_frames - 1) // TIME_FACTOR + 1, height // SPACE_FACTOR, width // SPACE_FACTOR)
+        return cls(
+            batch, VIDEO_CHANNELS, (num_frames - 1) // TIME_FACTOR + 1, height // SPACE_FACTOR, width // SPACE_FACTOR
+        )
 
     @property
     def tokens(self) -> int:

@@ -318,8 +318,8 @@ def cfg_pp_euler_step(
     """CFG++ Euler (section 12.6): from the guided x0, along the unconditional prediction's noise. Float32 until the
     end.
 
-    coefficients: sigma, alpha, alpha', down, s_noise * up; see `cfg_pp_coefficients`. An option of the reference that no
-    recipe uses and no render calls: the golden steps (tests/golden_kinds/steps.py) do.
+    coefficients: sigma, alpha, alpha', down, s_noise * up; see `cfg_pp_coefficients`. An option of the reference that
+    no recipe uses and no render calls: the golden steps (tests/golden_kinds/steps.py) do.
     """
     sigma, alpha, alpha_next, down, up = coefficients.unbind()
     derivative = (x.float() - alpha * uncond_denoised.float()) / sigma

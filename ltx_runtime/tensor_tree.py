@@ -39,7 +39,9 @@ def map_tensors(fn: Callable[[str, torch.Tensor], torch.Tensor], tree: Any, pref
     if isinstance(tree, torch.Tensor):
         return fn(prefix, tree)
     if dataclasses.is_dataclass(tree):
-        fields = {f.name: map_tensors(fn, getattr(tree, f.name), _join(prefix, f.name)) for f in dataclasses.fields(tree)}
+        fields = {
+            f.name: map_tensors(fn, getattr(tree, f.name), _join(prefix, f.name)) for f in dataclasses.fields(tree)
+        }
         return type(tree)(**fields)
     if isinstance(tree, tuple):
         items = [map_tensors(fn, item, _join(prefix, str(i))) for i, item in enumerate(tree)]

@@ -294,8 +294,8 @@ class Timeline:
         return summarize(self.events)
 
     def write_chrome_trace(self, path: Path | str) -> None:
-        """Write the timeline so far as a Chrome trace (chrome_trace.py), for Perfetto or chrome://tracing. The file appears
-        whole or not at all: an earlier one outlives a full disk or a killed process."""
+        """Write the timeline so far as a Chrome trace (chrome_trace.py), for Perfetto or chrome://tracing. The file
+        appears whole or not at all: an earlier one outlives a full disk or a killed process."""
         samples = [((at - self._origin_ns) / 1e6, gpu, memory) for at, gpu, memory in self._utilization.samples]
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)

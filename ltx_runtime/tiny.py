@@ -1,8 +1,8 @@
 """Random weights that behave: tiny checkpoints in the published layout, and full-size modules filled on the device.
 
-`python3 -m ltx_runtime.tiny DIR` writes one file of each kind and two prompts under the published names. They have every
-structure of LTX-2.5 at small widths, so that the whole way from a file to a decoded video with sound runs in seconds on
-a CPU. Picture and sound mean nothing, but they are neither flat nor clipped, and every input changes them.
+`python3 -m ltx_runtime.tiny DIR` writes one file of each kind and two prompts under the published names. They have
+every structure of LTX-2.5 at small widths, so that the whole way from a file to a decoded video with sound runs in
+seconds on a CPU. Picture and sound mean nothing, but they are neither flat nor clipped, and every input changes them.
 """
 from __future__ import annotations
 

@@ -152,7 +152,9 @@ class LatentUpsampler(ResidentModule):
         item_bytes = self.dtype.itemsize if self.dtype else weight.num_bytes // weight.num_elements
         # Clips of a batch run one after the other; the dropped first frame of a temporal x2 is made all the same.
         frames = shape.frames + (0 if self.config.spatial else 1)
-        return _ALIVE * self.config.mid_channels * frames * shape.height * shape.width * item_bytes + CUDNN_WORKSPACE_BYTES
+        return (
+            _ALIVE * self.config.mid_channels * frames * shape.height * shape.width * item_bytes + CUDNN_WORKSPACE_BYTES
+        )
 
     def compute(self, latent: Tensor, statistics: PerChannelStatistics) -> Tensor:
         """The device work of upscale, without host sync: capturable. latent: on the weights' device."""

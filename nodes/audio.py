@@ -190,7 +190,8 @@ def audio_part(samples, name: str) -> Tensor:
 
 
 def read_audio(audio: Any, name: str) -> tuple[Tensor, int]:
-    """(waveform (B, C, N) float, sample rate in Hz) of an AUDIO. Raises RequestError and ShapeError for what is none."""
+    """(waveform (B, C, N) float, sample rate in Hz) of an AUDIO. Raises RequestError and ShapeError for what is
+    none."""
     if audio is None:
         raise RequestError(f"{name}: no sound came. The video that it was taken from may have none.")
     if not isinstance(audio, dict) or not isinstance(audio.get("waveform"), Tensor) or "sample_rate" not in audio:

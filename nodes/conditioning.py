@@ -51,8 +51,8 @@ def read_conditioning(conditioning: Any, name: str, config: TransformerConfig) -
     check_socket(conditioning, list, name, "an encoded prompt")
     if len(conditioning) != 1:
         raise RequestError(
-            f"{name}: {len(conditioning)} conditioning entries; LTX Graph Sampler takes one prompt. Combined, scheduled or "
-            f"regional prompts are not supported."
+            f"{name}: {len(conditioning)} conditioning entries; LTX Graph Sampler takes one prompt. Combined, "
+            f"scheduled or regional prompts are not supported."
         )
     features, settings = conditioning[0]
     _refuse_unknown(settings, name)
@@ -69,7 +69,10 @@ def read_conditioning(conditioning: Any, name: str, config: TransformerConfig) -
     notes = ()
     if frame_rate is None:
         frame_rate = DEFAULT_FRAME_RATE
-        notes = (f"{name} names no frame_rate: {DEFAULT_FRAME_RATE:g} is taken, as native ComfyUI does (LTXVConditioning sets it)",)
+        notes = (
+            f"{name} names no frame_rate: {DEFAULT_FRAME_RATE:g} is taken, as native ComfyUI does (LTXVConditioning "
+            f"sets it)",
+        )
     if not isinstance(frame_rate, Real) or not math.isfinite(frame_rate) or frame_rate <= 0:
         raise RequestError(f"{name}: frame_rate={frame_rate!r} must be a positive number of frames a second.")
     frame_rate = float(frame_rate)
@@ -132,8 +135,8 @@ def _refuse_unknown(settings: dict[str, Any], name: str) -> None:
         refused.append(key)
     if refused:
         raise RequestError(
-            f"{name}: this conditioning carries {', '.join(sorted(map(str, refused)))}, which LTX Graph Sampler does not honour "
-            f"yet and will not ignore. Remove the node that sets it, or use the native sampler."
+            f"{name}: this conditioning carries {', '.join(sorted(map(str, refused)))}, which LTX Graph Sampler does "
+            f"not honour yet and will not ignore. Remove the node that sets it, or use the native sampler."
         )
 
 
@@ -144,8 +147,8 @@ class LTXGraphSaveConditioning(io.ComfyNode):
             node_id="LTXGraphSaveConditioning",
             display_name="LTX Graph Save Conditioning",
             category="LTXGraph",
-            description="Keeps an encoded prompt as a file in output/ltxgraph/conditioning, so that later renders need no text "
-            "encoder (24 GB).",
+            description="Keeps an encoded prompt as a file in output/ltxgraph/conditioning, so that later renders need "
+            "no text encoder (24 GB).",
             search_aliases=["LTX 2.5", "save prompt", "text encoder cache"],
             is_output_node=True,
             inputs=[
@@ -185,7 +188,8 @@ class LTXGraphLoadConditioning(io.ComfyNode):
             node_id="LTXGraphLoadConditioning",
             display_name="LTX Graph Load Conditioning",
             category="LTXGraph",
-            description="Reads an encoded prompt that LTX Graph Save Conditioning wrote, from output/ltxgraph/conditioning or input.",
+            description="Reads an encoded prompt that LTX Graph Save Conditioning wrote, from "
+            "output/ltxgraph/conditioning or input.",
             search_aliases=["LTX 2.5", "load prompt", "text encoder cache"],
             inputs=[
                 io.Combo.Input(

@@ -122,5 +122,7 @@ def video_part(samples, name: str) -> Tensor:
     """The video tensor of a LATENT. Raises RequestError for one that holds sound alone."""
     video = read_latent(samples, name).video
     if video is None:
-        raise RequestError(f"{name}: this latent holds sound and no video. Connect the latent of a video or of video with audio.")
+        raise RequestError(
+            f"{name}: this latent holds sound and no video. Connect the latent of a video or of video with audio."
+        )
     return video

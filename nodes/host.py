@@ -98,14 +98,20 @@ def find_model(name: str, *kinds: str, published: str) -> Path:
             return Path(path)
     folders = " or ".join(f"models/{kind}" for kind in kinds)
     present = model_names(*kinds)
-    found = f"Found there: {', '.join(present[:8])}{' ...' if len(present) > 8 else ''}." if present else "Nothing is there."
+    found = (
+        f"Found there: {', '.join(present[:8])}{' ...' if len(present) > 8 else ''}."
+        if present
+        else "Nothing is there."
+    )
     raise RequestError(
-        f"{name!r} is not in {folders}. Put {published} (Hugging Face, Lightricks/LTX-2.5) into models/{kinds[0]}. {found}"
+        f"{name!r} is not in {folders}. Put {published} (Hugging Face, Lightricks/LTX-2.5) into models/{kinds[0]}. "
+        f"{found}"
     )
 
 
 def file_state(path: Path) -> tuple[int, int]:
-    """(bytes, mtime in ns): changes when the file does. Without the path: ComfyUI writes it into every saved picture."""
+    """(bytes, mtime in ns): changes when the file does. Without the path: ComfyUI writes it into every saved
+    picture."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
 
@@ -116,14 +122,16 @@ def model_state(name: str | None, kinds: tuple[str, ...], published: str) -> tup
 
 
 def conditioning_names() -> list[str]:
-    """Conditioning files a user can load: those in input/ by name, those in output/ltxgraph/conditioning marked as such."""
+    """Conditioning files a user can load: those in input/ by name, those in output/ltxgraph/conditioning marked as
+    such."""
     given = sorted(p.name for p in _input_folder().glob("*.safetensors"))
     saved = sorted(p.name + _OUTPUT_MARK for p in _saved_conditioning_folder().glob("*.safetensors"))
     return saved + given
 
 
 def conditioning_path(name: str) -> Path:
-    """Path of a name out of conditioning_names(). Raises RequestError for a file outside those two folders or not there."""
+    """Path of a name out of conditioning_names(). Raises RequestError for a file outside those two folders or not
+    there."""
     if name.endswith(_OUTPUT_MARK):
         folder, plain = _saved_conditioning_folder(), name.removesuffix(_OUTPUT_MARK)
     else:
@@ -222,7 +230,8 @@ class SharedDeviceModel(DeviceModel):
 
 _shared_patchers: WeakValueDictionary = WeakValueDictionary()
 _staying_patchers: set = set()  # keeps alive those that are resident
-# ComfyUI still reads a model that it has just detached while it walks its list: the last ones, evicted, live a little longer.
+# ComfyUI still reads a model that it has just detached while it walks its list: the last ones, evicted, live a little
+# longer.
 _leaving_patchers: deque = deque(maxlen=16)
 
 
@@ -249,7 +258,9 @@ def _patcher_class() -> type:
         """
 
         def __init__(self, resident: ResidentModule):
-            super().__init__(LTXGraphDeviceModel(resident), resident.device, torch.device("cpu"), size=resident.weights_bytes)
+            super().__init__(
+                LTXGraphDeviceModel(resident), resident.device, torch.device("cpu"), size=resident.weights_bytes
+            )
             self.timeline: Timeline | None = None
             self.load_events: list[dict] = []
             self.stays = False  # see SharedDeviceModel
@@ -312,8 +323,8 @@ def _spare_bytes(model: ResidentModule) -> int:
 
 
 def _drop_spares(model: ResidentModule, wanted_bytes: int) -> None:
-    """Give wanted_bytes of that back if there are as many. Copies first: they are for a later change, recordings for the
-    next render."""
+    """Give wanted_bytes of that back if there are as many. Copies first: they are for a later change, recordings for
+    the next render."""
     before = _spare_bytes(model)
     if getattr(model, "lora_copies_bytes", 0):
         model.drop_lora_copies()
@@ -327,8 +338,8 @@ _losses = 0
 
 
 def recordings_lost() -> int:
-    """How often, since ComfyUI started, recordings or the weights they belong to left the device: as long as it stays the
-    same, what was recorded ahead of time is there."""
+    """How often, since ComfyUI started, recordings or the weights they belong to left the device: as long as it stays
+    the same, what was recorded ahead of time is there."""
     return _losses
 
 
@@ -339,7 +350,8 @@ def _count_loss(model: ResidentModule) -> None:
 
 
 def make_resident(models: Sequence[DeviceModel], timeline: Timeline, activation_bytes: int) -> None:
-    """Have ComfyUI make room for these models and for activation_bytes beside them, then bring their weights to the device.
+    """Have ComfyUI make room for these models and for activation_bytes beside them, then bring their weights to the
+    device.
 
     Raises CheckpointError when a file changed since its loader ran.
     """
@@ -362,14 +374,16 @@ def make_resident(models: Sequence[DeviceModel], timeline: Timeline, activation_
 
 
 def _hand_back(patchers: Sequence[Any], load: Callable[[list], None]) -> None:
-    """Have ComfyUI know the resident ones again, after a load_models_gpu that failed: it takes all off its list before it
-    loads the first, and could then never evict them."""
+    """Have ComfyUI know the resident ones again, after a load_models_gpu that failed: it takes all off its list before
+    it loads the first, and could then never evict them."""
     for patcher in patchers:
         if patcher.model.resident.resident:
             try:
                 load([patcher])
             except BaseException as error:  # noqa: BLE001 - nobody could free the weights; the caller raises the first error
-                logger.warning("%s: ComfyUI does not take it back (%s); evicted", type(patcher.model.resident).__name__, error)
+                logger.warning(
+                    "%s: ComfyUI does not take it back (%s); evicted", type(patcher.model.resident).__name__, error
+                )
                 patcher.detach()
 
 
@@ -484,7 +498,8 @@ def log_path(render_id: str) -> Path:
 def new_timeline(
     models: Sequence[DeviceModel], label: str = "", on_event: Callable[[dict], None] | None = None
 ) -> Timeline:
-    """A timeline of a new render with these models that writes <output>/ltxgraph/<render id>.jsonl. label ends the id."""
+    """A timeline of a new render with these models that writes <output>/ltxgraph/<render id>.jsonl. label ends the
+    id."""
     path = log_path(new_render_id() + label)
     # Of the transformer's device, though the first node may work on another (--cpu-vae): its steps are timed there.
     return _with_loads(Timeline(path, device=model_device(), on_event=on_event), models)
@@ -536,7 +551,9 @@ def new_feed(name: str = "") -> live.Feed:
             ),
             None,
         )
-        return live.Feed(server, {"node": running.node_id, "prompt_id": running.prompt_id, "graph": graph, "name": name})
+        return live.Feed(
+            server, {"node": running.node_id, "prompt_id": running.prompt_id, "graph": graph, "name": name}
+        )
     except (HostError, AttributeError, TypeError, ValueError) as error:
         logger.warning("no live timeline: %s", error)
         return live.Feed(None, {})

@@ -54,7 +54,8 @@ class LTXGraphEmptyLatent(io.ComfyNode):
                     min=1.0,
                     max=1000.0,
                     step=0.01,
-                    tooltip="Frames a second. Sets the length of the sound; the picture takes it from the conditioning.",
+                    tooltip="Frames a second. Sets the length of the sound; the picture takes it from the "
+                    "conditioning.",
                 ),
                 io.Boolean.Input("with_audio", default=True, tooltip="Off: a plain video latent."),
             ],
@@ -62,7 +63,9 @@ class LTXGraphEmptyLatent(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, width: int | None = None, height: int | None = None, length: int | None = None) -> bool | str:
+    def validate_inputs(
+        cls, width: int | None = None, height: int | None = None, length: int | None = None
+    ) -> bool | str:
         # What is not known yet counts as right here; execute asks again.
         width, height, length = map(known_number, (width, height, length))
         refusal = out_of_range(cls, width=width, height=height, length=length)
@@ -76,7 +79,9 @@ class LTXGraphEmptyLatent(io.ComfyNode):
         return True
 
     @classmethod
-    def execute(cls, width: int, height: int, length: int, batch_size: int, frame_rate: float, with_audio: bool) -> io.NodeOutput:
+    def execute(
+        cls, width: int, height: int, length: int, batch_size: int, frame_rate: float, with_audio: bool
+    ) -> io.NodeOutput:
         shape = VideoLatentShape.from_pixels(width, height, length, batch_size)
         samples = host.to_intermediate(torch.zeros(shape.as_tuple()))
         if with_audio:
@@ -136,11 +141,14 @@ def read_latent(latent: Any, name: str) -> LatentParts:
     if getattr(samples, "is_nested", False):
         tensors = list(samples.unbind())
         if len(tensors) != 2:
-            raise ShapeError(f"{name}: a nested latent of {len(tensors)} parts; an LTX latent has two, video and audio.")
+            raise ShapeError(
+                f"{name}: a nested latent of {len(tensors)} parts; an LTX latent has two, video and audio."
+            )
         video, audio = _check_video(tensors[0], name), _check_audio(tensors[1], name)
         if video.shape[0] != audio.shape[0]:
             raise ShapeError(
-                f"{name}: the video part has batch {video.shape[0]}, the audio part {audio.shape[0]}. Make both the same."
+                f"{name}: the video part has batch {video.shape[0]}, the audio part {audio.shape[0]}. Make both the "
+                f"same."
             )
         return LatentParts(video, audio, latent)
     # LTXVSeparateAVLatent leaves `type: audio` on the video part too.
@@ -170,8 +178,8 @@ def check_generations(*models: host.DeviceModel, latent: LatentParts | None = No
         first, first_version = known[0]
         if not same_generation(version, first_version):
             raise RequestError(
-                f"{first} is of LTX {first_version}, {name} of LTX {version}. Two generations don't go together: choose "
-                f"the files of one."
+                f"{first} is of LTX {first_version}, {name} of LTX {version}. Two generations don't go together: "
+                f"choose the files of one."
             )
 
 
@@ -188,8 +196,8 @@ def _check_video(video: torch.Tensor, name: str) -> torch.Tensor:
     if video.ndim != 5 or shape[1] != VIDEO_CHANNELS or 0 in shape:
         hint = "it looks like an image latent" if video.ndim == 4 else "it belongs to another model"
         raise ShapeError(
-            f"{name}: a video latent of shape {shape}, expected (batch, {VIDEO_CHANNELS}, frames, height/32, width/32): "
-            f"{hint}. Use LTX Graph Empty Latent or EmptyLTXVLatentVideo."
+            f"{name}: a video latent of shape {shape}, expected (batch, {VIDEO_CHANNELS}, frames, height/32, "
+            f"width/32): {hint}. Use LTX Graph Empty Latent or EmptyLTXVLatentVideo."
         )
     return video
 

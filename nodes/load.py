@@ -102,21 +102,22 @@ class LTXGraphModelLoader(io.ComfyNode):
             node_id="LTXGraphModelLoader",
             display_name="LTX Graph Model Loader",
             category="LTXGraph",
-            description="Opens an LTX-2.5 or 2.3 transformer. Its weights are read onto the device at first use, stay there "
-            "across prompts, and leave when ComfyUI needs the memory.",
+            description="Opens an LTX-2.5 or 2.3 transformer. Its weights are read onto the device at first use, stay "
+            "there across prompts, and leave when ComfyUI needs the memory.",
             search_aliases=["LTX 2.5", "LTXV", "load diffusion model", "UNETLoader"],
             inputs=[
                 io.Combo.Input(
                     "unet_name",
                     options=TRANSFORMERS.names(),
                     display_name="transformer",
-                    tooltip="A bf16 transformer file from models/diffusion_models (or a 2.3 checkpoint from models/checkpoints).",
+                    tooltip="A bf16 transformer file from models/diffusion_models (or a 2.3 checkpoint from "
+                    "models/checkpoints).",
                 ),
                 LoRA.Input(
                     "lora",
                     optional=True,
-                    tooltip="From LTX Graph LoRA. Loaders of one file share its weights: another chain of LoRAs changes them in "
-                    "place, in seconds, whenever a node uses it, and drops recorded graphs.",
+                    tooltip="From LTX Graph LoRA. Loaders of one file share its weights: another chain of LoRAs "
+                    "changes them in place, in seconds, whenever a node uses it, and drops recorded graphs.",
                 ),
             ],
             outputs=[Model.Output(display_name="model")],
@@ -137,8 +138,8 @@ class LTXGraphModelLoader(io.ComfyNode):
 
 
 class VideoVAEDevice(host.DeviceModel):
-    """What the video VAE socket carries: the decoder, and beside it the encoder of the same file once that is asked for.
-    ComfyUI evicts either without the other."""
+    """What the video VAE socket carries: the decoder, and beside it the encoder of the same file once that is asked
+    for. ComfyUI evicts either without the other."""
 
     def __init__(self, header: CheckpointHeader, device: torch.device, name: str):
         super().__init__(VideoVAEModel(header, device=device), name)

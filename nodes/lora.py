@@ -24,7 +24,8 @@ class LTXGraphLoRA(io.ComfyNode):
             node_id="LTXGraphLoRA",
             display_name="LTX Graph LoRA",
             category="LTXGraph",
-            description="A LoRA for LTX Graph Model Loader. Chain several; they are fused into the weights, in this order.",
+            description="A LoRA for LTX Graph Model Loader. Chain several; they are fused into the weights, in this "
+            "order.",
             search_aliases=["LTX 2.5", "LTXV", "LoraLoaderModelOnly", "load LoRA", "IC-LoRA"],
             inputs=[
                 io.Combo.Input(
@@ -48,7 +49,8 @@ class LTXGraphLoRA(io.ComfyNode):
                 LoRA.Output(display_name="lora"),
                 ICLoRAParameters.Output(
                     display_name="iclora_parameters",
-                    tooltip="How much smaller and sparser than the video an IC-LoRA's reference is, from the file's metadata.",
+                    tooltip="How much smaller and sparser than the video an IC-LoRA's reference is, from the file's "
+                    "metadata.",
                 ),
             ],
         )

@@ -53,15 +53,18 @@ def sampling_inputs() -> list[io.Input]:
             "schedule",
             options=list(SCHEDULES),
             default="auto",
-            tooltip="auto reads the file name: distilled or dev. template stage 2: from 0.85, as ComfyUI's templates. dev HQ: "
-            "shifted for the latent's size. Connected sigmas win.",
+            tooltip="auto reads the file name: distilled or dev. template stage 2: from 0.85, as ComfyUI's templates. "
+            "dev HQ: shifted for the latent's size. Connected sigmas win.",
         ),
-        io.Int.Input("steps", default=30, min=1, max=1000, tooltip="For the dev schedules; the distilled ones have their own."),
+        io.Int.Input(
+            "steps", default=30, min=1, max=1000, tooltip="For the dev schedules; the distilled ones have their own."
+        ),
         io.Combo.Input(
             "sampler_name",
             options=list(SAMPLERS),
             default="auto",
-            tooltip="auto: ancestral Euler for the first stage of the distilled 2.5 model, else Euler. A connected sampler wins.",
+            tooltip="auto: ancestral Euler for the first stage of the distilled 2.5 model, else Euler. A connected "
+            "sampler wins.",
         ),
     ]
 
@@ -74,14 +77,16 @@ def arithmetic_inputs() -> list[io.Input]:
             options=list(NOISE_CONVENTIONS),
             default="comfyui",
             advanced=True,
-            tooltip="comfyui: the noise of ComfyUI's own samplers for this seed. reference: that of Lightricks' pipelines.",
+            tooltip="comfyui: the noise of ComfyUI's own samplers for this seed. reference: that of Lightricks' "
+            "pipelines.",
         ),
         io.Combo.Input(
             "compatibility",
             options=["reference", "comfyui"],
             default="reference",
             advanced=True,
-            tooltip="reference: Lightricks' model. comfyui: ComfyUI's deviations from it, to reproduce a native render.",
+            tooltip="reference: Lightricks' model. comfyui: ComfyUI's deviations from it, to reproduce a native "
+            "render.",
         ),
     ]
 
@@ -91,7 +96,11 @@ def optional_sampling_inputs() -> list[io.Input]:
         io.Conditioning.Input("negative", optional=True, tooltip="Read by CFG, see guidance; else the report says so."),
         io.Noise.Input("noise", optional=True, tooltip="Wins over seed."),
         io.Sigmas.Input("sigmas", optional=True, tooltip="Wins over schedule and steps."),
-        io.Sampler.Input("sampler", optional=True, tooltip="Euler or ancestral Euler with its eta and s_noise. Wins over sampler_name."),
+        io.Sampler.Input(
+            "sampler",
+            optional=True,
+            tooltip="Euler or ancestral Euler with its eta and s_noise. Wins over sampler_name.",
+        ),
         GuidanceSocket.Input("guidance", optional=True, tooltip="From LTX Graph Guidance. None: one pass a step."),
     ]
 
@@ -111,7 +120,8 @@ class LTXGraphSampler(io.ComfyNode):
                     "cuda_graph",
                     options=["auto", "on", "off"],
                     default="auto",
-                    tooltip="auto: record the step when that pays for this shape, and say why. Without CUDA a step runs eager.",
+                    tooltip="auto: record the step when that pays for this shape, and say why. Without CUDA a step "
+                    "runs eager.",
                 ),
                 io.Combo.Input(
                     "on_capture_failure",
@@ -121,13 +131,17 @@ class LTXGraphSampler(io.ComfyNode):
                 ),
                 *arithmetic_inputs(),
                 *optional_sampling_inputs(),
-                Report.Input("report", optional=True, tooltip="From an earlier node of the same render; none starts a new log."),
+                Report.Input(
+                    "report", optional=True, tooltip="From an earlier node of the same render; none starts a new log."
+                ),
             ],
             outputs=[io.Latent.Output(display_name="latent"), Report.Output(display_name="report")],
         )
 
     @classmethod
-    def execute(cls, model: host.DeviceModel, cuda_graph: str, on_capture_failure: str, report=None, **inputs) -> io.NodeOutput:
+    def execute(
+        cls, model: host.DeviceModel, cuda_graph: str, on_capture_failure: str, report=None, **inputs
+    ) -> io.NodeOutput:
         job = read_job(model, **inputs)
         refused = cuda_graphs_refused()
         check_graphs_allowed(
@@ -238,7 +252,9 @@ def read_job(
         seed = getattr(noise, "seed", seed)
         start_noise = _read_noise(noise.generate_noise(latent_image), latent)
     elif noise_convention == "comfyui" and latent.source.get("batch_index") is not None:
-        start_noise = _read_noise(host.indexed_noise(latent.source["samples"], seed, latent.source["batch_index"]), latent)
+        start_noise = _read_noise(
+            host.indexed_noise(latent.source["samples"], seed, latent.source["batch_index"]), latent
+        )
 
     masks = noise_masks(latent) if latent.source.get("noise_mask") is not None else {}
     video = audio = None
@@ -291,8 +307,8 @@ def _length_notes(num_frames: int, frame_rate: float, audio_frames: int) -> list
     if abs(audio_latent_frames(num_frames, frame_rate) - audio_frames) <= 1:
         return []
     return [
-        f"the sound lasts {audio_frames / AUDIO_LATENTS_PER_SECOND:.2f} s, the video {num_frames / frame_rate:.2f} s at "
-        f"{frame_rate:g} frames a second; give the sound's latent and LTXVConditioning one frame rate"
+        f"the sound lasts {audio_frames / AUDIO_LATENTS_PER_SECOND:.2f} s, the video {num_frames / frame_rate:.2f} s "
+        f"at {frame_rate:g} frames a second; give the sound's latent and LTXVConditioning one frame rate"
     ]
 
 
