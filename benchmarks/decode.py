@@ -40,7 +40,8 @@ SECONDS, TINY_SECONDS = 5, 1
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("sizes", nargs="*", choices=list(SIZES), help="default: all")
+    # No choices: before Python 3.12 argparse holds an empty list against them.
+    parser.add_argument("sizes", nargs="*", metavar="S0|S1|S2", help="default: all")
     parser.add_argument("--decoder", nargs="+", choices=DECODERS, default=DECODERS)
     parser.add_argument("--chunks", type=int, nargs="+", default=[0, 1], help="beside the planned one, 0 = whole")
     parser.add_argument("--repeats", type=int, default=5)

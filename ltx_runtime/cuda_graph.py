@@ -28,6 +28,7 @@ import torch
 
 from . import host_waits
 from .errors import CaptureError, MemoryShortageError, RestartRequiredError
+from .memory import is_out_of_memory
 from .tensor_tree import map_tensors, named_tensors, static_values
 
 # Called with a phase name of the log, gives the context manager to run that part in.
@@ -354,7 +355,9 @@ def _record(fn, constants, inputs, stream, device, phase) -> tuple[GraphedStep, 
         return _recorded(fn, constants, inputs, stream, device, phase)
     except CaptureError:
         raise
-    except torch.OutOfMemoryError as error:
+    except Exception as error:
+        if not is_out_of_memory(error):  # cuBLAS and cuDNN raise a plain RuntimeError
+            raise
         words = str(error).splitlines()[0]
         # The traceback holds the frames, and with them the memory.
         error.__traceback__ = None

@@ -94,7 +94,8 @@ class AudioVAE(ResidentModule):
 
     def _fill(self, module: AudioVAENetwork, timeline: Timeline | None, on_progress: Progress | None) -> None:
         super()._fill(module, timeline, on_progress)
-        module.prepare()
+        with timeline.phase("load.place") if timeline is not None else nullcontext():
+            module.prepare()  # packs weights, and may build kernels
 
     def decode_bytes(self, latent_shape: Sequence[int]) -> int:
         """Estimate of the device memory that decoding a latent of this shape takes beside the weights."""
