@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from .audio_vae.config import AudioVAEConfig, GeneratorConfig
@@ -356,7 +356,7 @@ def write_tiny_lora(
         tensors[f"{written}.lora_down.weight"] = down.bfloat16()
         tensors[f"{written}.lora_up.weight"] = up.bfloat16()
         tensors[f"{written}.alpha"] = torch.tensor(rank / 2)
-    save_file(tensors, path, metadata={"model_version": config.model_version})
+    Path(path).write_bytes(save(tensors, {"model_version": config.model_version}))
     return Path(path)
 
 
@@ -405,7 +405,7 @@ def _write(
     if "transformer" in config and model_version == "2.5.0":
         gemma = {"ltx_version": model_version, "gemma_version": "gemma4-12b-ltx-v1"}
         metadata["gemma_source_checkpoint"] = json.dumps(gemma)
-    save_file(tensors, path, metadata=metadata)
+    Path(path).write_bytes(save(tensors, metadata))  # what save_file writes, only its owner may read
     return Path(path)
 
 
