@@ -1,6 +1,9 @@
 """GPU tests: real CUDA, tiny shapes unless a test says otherwise. Not part of the CPU suite."""
 import pytest
 import torch
+from rendering import tiny_transformer
+
+from ltx_runtime.cuda_graph import GraphCounters
 
 
 def pytest_collection_modifyitems(items):
@@ -13,3 +16,18 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def device():
     return torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def shared_model():
+    return tiny_transformer("cuda")
+
+
+@pytest.fixture
+def model(shared_model):
+    """A tiny transformer without recordings, counts and measurements."""
+    shared_model.graphs.close()
+    shared_model.graphs.counters = GraphCounters()
+    shared_model.graphs.forget_measurements()
+    yield shared_model
+    shared_model.graphs.close()

@@ -32,22 +32,8 @@ class Cancelled(BaseException):
 
 
 @pytest.fixture(scope="module")
-def shared_model():
-    return tiny_transformer("cuda")
-
-
-@pytest.fixture(scope="module")
 def vae():
     return tiny_video_vae("cuda")
-
-
-@pytest.fixture
-def model(shared_model):
-    shared_model.graphs.close()
-    shared_model.graphs.counters = cuda_graph.GraphCounters()
-    shared_model.graphs.forget_measurements()
-    yield shared_model
-    shared_model.graphs.close()
 
 
 def render(model, mode="off", **changes):

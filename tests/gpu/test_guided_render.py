@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from rendering import tiny_request, tiny_transformer
+from rendering import tiny_request
 
-from ltx_runtime import cuda_graph, sampler
+from ltx_runtime import sampler
 from ltx_runtime.comfyui_conditioning import video_state_from_comfyui
 from ltx_runtime.conditioning import append_keyframe, freeze, replace_frame, temporal_region
 from ltx_runtime.guidance import Guidance, GuidanceSpec
@@ -19,20 +19,6 @@ from ltx_runtime.warm_up import warm_up
 FPS = 24.0
 ALL = GuidanceSpec(3.0, stg_scale=1.0, modality_scale=3.0, rescale=0.7, stg_blocks=(1,))
 SKIPPING = dataclasses.replace(ALL, skip_step=1)
-
-
-@pytest.fixture(scope="module")
-def shared_model():
-    return tiny_transformer("cuda")
-
-
-@pytest.fixture
-def model(shared_model):
-    shared_model.graphs.close()
-    shared_model.graphs.counters = cuda_graph.GraphCounters()
-    shared_model.graphs.forget_measurements()
-    yield shared_model
-    shared_model.graphs.close()
 
 
 def request_of(**changes):

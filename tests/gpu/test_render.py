@@ -16,20 +16,6 @@ from ltx_runtime.timing import Timeline
 from ltx_runtime.warm_up import warm_up
 
 
-@pytest.fixture(scope="module")
-def shared_model():
-    return tiny_transformer("cuda")
-
-
-@pytest.fixture
-def model(shared_model):
-    shared_model.graphs.close()
-    shared_model.graphs.counters = cuda_graph.GraphCounters()
-    shared_model.graphs.forget_measurements()
-    yield shared_model
-    shared_model.graphs.close()
-
-
 def latents(result):
     return [part.clone() for part in (result.video, result.audio) if part is not None]
 
