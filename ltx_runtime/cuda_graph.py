@@ -424,7 +424,9 @@ def _guarded_capture(body: Callable[[], None], stream, device):
     torch.cuda.synchronize(device)
     error = None
     closed = False
-    with _no_garbage_collection(), torch.cuda.stream(stream):
+    gc.collect()
+    # A collected CUDAGraph would invalidate the capture.
+    with no_garbage_collection(), torch.cuda.stream(stream):
         # thread_local: in the default mode a harmless CUDA call of any other thread (previews, pinned memory) would
         # invalidate the capture.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -535,9 +537,8 @@ def _check_health(device) -> None:
 
 
 @contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A collected CUDAGraph would invalidate a running capture."""
-    gc.collect()
+def no_garbage_collection() -> Iterator[None]:
+    """Cycles stay where they are until the end."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -16,17 +16,17 @@ So a render uses this, benchmarks use CUPTI.
 """
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from .cuda_graph import no_garbage_collection
 
 # Of the shortest kernel, as CUPTI sees it on an H200. The rest of a queue's pace is the gap between kernels.
 SHORTEST_KERNEL_MS = 0.62e-3
@@ -129,7 +129,7 @@ def queued_gpu_time(
     hooks = [module.register_forward_pre_hook(cut) for module in cuts]
     torch.cuda.synchronize(device)
     try:
-        with _no_garbage_collection():
+        with no_garbage_collection():  # it holds the host for longer than a part takes
             begin()
             result = fn()
             finish()
@@ -153,18 +153,6 @@ def sum_of_parts(times: Sequence[float], in_time: Sequence[bool]) -> float | Non
     if 2 * len(queued) < len(times):
         return None
     return first + sum(queued) + (len(times) - len(queued)) * (statistics.median(queued) if queued else 0.0)
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A collection holds the host for longer than a part takes."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def without_gaps(event_ms: float, launches: int, gap_ms: float) -> float:

@@ -404,6 +404,20 @@ class FakeCache(GraphCache):
             return self._steps[key], self._steps[key].outputs
 
 
+def test_packing_the_weights_is_inside_a_phase(tiny_file, monkeypatch):
+    timeline, seen = Timeline(None), []
+    real = AudioVAENetwork.prepare
+
+    def prepare(network):
+        last = [event for event in timeline.events if event["event"] in ("begin", "end")][-1]
+        seen.append((last["phase"], last["event"]))
+        real(network)
+
+    monkeypatch.setattr(AudioVAENetwork, "prepare", prepare)
+    load_audio_vae(tiny_file, device="cpu", timeline=timeline)
+    assert seen == [("load.place", "begin")]
+
+
 @pytest.fixture
 def recorded(tiny_file, monkeypatch) -> AudioVAE:
     """A VAE of its own that thinks it could capture."""

@@ -9,7 +9,7 @@ from tiny_sampling import FPS, tiny_model, tiny_request, video_shape
 from ltx_runtime import cuda_graph
 from ltx_runtime.conditioning import text_to_video_state
 from ltx_runtime.cuda_graph import GraphCache, GraphKey
-from ltx_runtime.errors import MemoryShortageError
+from ltx_runtime.errors import MemoryShortageError, RestartRequiredError
 from ltx_runtime.guidance import Guidance, GuidanceSpec
 from ltx_runtime.sampler import prepare
 from ltx_runtime.timing import Timeline
@@ -124,3 +124,20 @@ def test_the_largest_guided_two_stage_render_fits_with_room_for_another():
     second = kinds(tiny_request(**settings, video=text_to_video_state(video_shape(5), FPS)))
     assert len(first) == len(second) == 5 and not first & second
     assert len(first | second) + 5 <= GraphCache(CPU).max_graphs
+
+
+def test_a_library_without_memory_leaves_the_render_eager_and_no_other_error_does(monkeypatch):
+    def raising(error):
+        def recorded(*_):
+            raise error
+
+        monkeypatch.setattr(cuda_graph, "_recorded", recorded)
+        cuda_graph._record(None, None, None, None, CPU, None)
+
+    monkeypatch.setattr(cuda_graph, "_check_health", lambda device: None)
+    with pytest.raises(MemoryShortageError, match="not captured: CUBLAS_STATUS_ALLOC_FAILED"):
+        raising(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
+    with pytest.raises(RestartRequiredError, match="out of memory"):
+        raising(RestartRequiredError("restart ComfyUI: CUDA error: out of memory"))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        raising(RuntimeError("size mismatch"))
