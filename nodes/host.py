@@ -104,8 +104,8 @@ def find_model(name: str, *kinds: str, published: str) -> Path:
         else "Nothing is there."
     )
     raise RequestError(
-        f"{name!r} is not in {folders}. Put it into models/{kinds[0]} or choose another; Lightricks/LTX-2.5 on Hugging "
-        f"Face has {published} and its kin. {found}"
+        f"{name!r} is not in {folders}. Put it into models/{kinds[0]} or choose another file; Lightricks/LTX-2.5 on "
+        f"Hugging Face has, for example, {published}. {found}"
     )
 
 
