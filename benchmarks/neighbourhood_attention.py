@@ -21,7 +21,7 @@ import torch
 from full_size import environment
 
 from ltx_runtime.video_vae.neighbourhood_attention import Sizes, attention_backend, plain_attention
-from ltx_runtime.video_vae.neighbourhood_kernel import BEST, KernelShape, box_sizes, launch
+from ltx_runtime.video_vae.neighbourhood_kernel import BEST, KernelShape, attend, box_sizes
 
 SWEEP = (
     BEST,
@@ -108,7 +108,7 @@ def check(
     exact = torch.empty_like(q, dtype=torch.float32)
     plain_attention(q.float(), k.float(), v.float(), window, exact)
     out = torch.full_like(q, float("nan"))
-    launch(q, k, v, window, out, shape)
+    attend(q, k, v, window, out, shape)
     name = f"{words(shape)} on {'x'.join(map(str, grid))}, window {'x'.join(map(str, window))}, head_dim {head_dim}"
     return {"name": name, "error": (out.float() - exact).abs().max().item()}
 
@@ -122,10 +122,10 @@ def measure(
     out: torch.Tensor,
 ) -> dict:
     started = time.perf_counter()
-    launch(q, k, v, window, out, shape)
+    attend(q, k, v, window, out, shape)
     torch.cuda.synchronize()
     first_ms = (time.perf_counter() - started) * 1e3
-    times = timed(lambda: launch(q, k, v, window, out, shape))
+    times = timed(lambda: attend(q, k, v, window, out, shape))
     grid, heads, head_dim = tuple(q.shape[1:4]), q.shape[4], q.shape[5]
     box = box_sizes(grid, window, shape)
     blocks = -(-box[1] * box[2] // shape.block_keys)
@@ -149,7 +149,7 @@ def stage(grid: Sizes, window: Sizes, heads: int, calls: int, device: torch.devi
     q, k, v = random_qkv(grid, heads, 64, device)
     out = torch.empty_like(q)
     name = f"{'x'.join(map(str, grid))}, {heads} heads, window {'x'.join(map(str, window))}"
-    return rated(name, timed(lambda: launch(q, k, v, window, out)), q, window) | {"calls": calls}
+    return rated(name, timed(lambda: attend(q, k, v, window, out)), q, window) | {"calls": calls}
 
 
 def rated(name: str, times: list[float], q: torch.Tensor, window: Sizes) -> dict:

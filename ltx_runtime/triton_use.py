@@ -7,9 +7,10 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from .memory import is_out_of_memory
 
@@ -51,6 +52,23 @@ def note_first_use(owner: str, timeline: Timeline, phase: str) -> None:
             f"{owner}: Triton kernels are compiled at their first use on a machine, which can take half a minute; "
             "later they come from Triton's cache",
         )
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Tensor | float | None, **options: Any) -> None:
+    """kernel[grid](*args, **options), of a @triton.jit function whose first argument is a tensor; inside a capture too,
+    wherever its tensors were made.
+
+    Triton asks the driver about the address of every tensor it is given, and under cudaMallocAsync the driver knows
+    none that was allocated inside a capture ("cannot be accessed from Triton"). An address that comes as a number is
+    not asked about.
+    """
+    if not (args[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        kernel[grid](*args, **options)
+        return
+    compiled = kernel.warmup(*args, grid=grid, **options)  # the one of the pass before the capture
+    values = dict(zip(kernel.arg_names, args)) | options
+    numbers = (value.data_ptr() if isinstance(value, Tensor) else value for value in map(values.get, kernel.arg_names))
+    compiled[(*grid, 1, 1)[:3]](*numbers)
 
 
 def try_triton(launch: Callable[[], None], what: str, device: torch.device) -> bool:

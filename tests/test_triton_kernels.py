@@ -70,12 +70,12 @@ def main() -> None:
 
 
 def attention_error(grid, window, heads, head_dim, batch, tile, block_keys, *, in_place) -> float:
-    from ltx_runtime.video_vae.neighbourhood_kernel import KernelShape, launch
+    from ltx_runtime.video_vae.neighbourhood_kernel import KernelShape, attend
 
     q, k, v = random_qkv(grid, heads, head_dim, torch.float16, batch=batch)
     exact = definition(q, k, v, window)
     out = q if in_place else torch.full_like(q, float("nan"))
-    launch(q, k, v, window, out, KernelShape(tile=tile, block_keys=block_keys))
+    attend(q, k, v, window, out, KernelShape(tile=tile, block_keys=block_keys))
     return (out.double() - exact).abs().max().item()
 
 

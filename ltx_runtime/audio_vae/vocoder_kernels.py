@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..triton_use import launch
+
 PARTS = 3
 _MEAN_VALUES = 1024
 
@@ -107,7 +109,8 @@ def snake(
     columns = min(tile.channels, channels & -channels)  # the largest power of two that divides the channels
     segments = tile.segments * (tile.channels // columns)
     grid = (triton.cdiv(length, segments * tile.positions), channels // columns, batch)
-    _snake[grid](
+    launch(
+        _snake, grid,
         x, up, down, frequency, gain, parts,
         length, channels,
         SEGMENTS=segments, POSITIONS=tile.positions, COLUMNS=columns, num_warps=tile.warps,
@@ -136,7 +139,8 @@ def conv(
     tile = (tile or conv_tile(channels, columns)).within(_shared_memory(parts.device))
     steps = triton.cdiv(taps * _tap_rows(channels, tile.depth), tile.depth)
     grid = (triton.cdiv(length, tile.rows) * triton.cdiv(columns, tile.columns), batch)
-    _conv[grid](
+    launch(
+        _conv, grid,
         parts, weight, bias, out if residual is None else residual, out,
         length, columns, channels, weight.shape[1], taps, dilation, padding, steps, int(residual is not None),
         # Known to the compiler where a step and a tap do not fit together: it then sees which values lie side by side.
@@ -152,7 +156,7 @@ def mean(signals: Sequence[Tensor], out: Tensor) -> None:
     first, *others = signals
     second, third = others or (None, None)
     grid = (triton.cdiv(count, _MEAN_VALUES),)
-    _mean[grid](first, second, third, out, count, PARTS=out.dim() == 4, VALUES=_MEAN_VALUES, num_warps=4)
+    launch(_mean, grid, first, second, third, out, count, PARTS=out.dim() == 4, VALUES=_MEAN_VALUES, num_warps=4)
 
 
 def _shared_memory(device: torch.device) -> int:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..triton_use import launch
 from .cells import Stride
 from .conv_pointwise import PIXEL_NORM_EPS
 
@@ -26,7 +27,8 @@ def finish(
     rows = frames * height * width
     block = triton.next_power_of_2(channels)
     tile = max(1, _VALUES // block)
-    _finish[(triton.cdiv(rows, tile), batch)](
+    launch(
+        _finish, (triton.cdiv(rows, tile), batch),
         x, x if bias is None else bias, x if residual is None else residual, x if out is None else out,
         rows, x.stride(0), 0 if residual is None else residual.stride(0), 0 if out is None else out.stride(0),
         PIXEL_NORM_EPS,
@@ -49,7 +51,8 @@ def depth_to_space(x: Tensor, bias: Tensor, stride: Stride, skip: int, out: Tens
     rows = frames * height * width
     block = min(triton.next_power_of_2(channels // growth), _VALUES // growth)
     tile = max(1, _VALUES // (block * growth))
-    _depth_to_space[(triton.cdiv(rows, tile), triton.cdiv(channels // growth, block), batch)](
+    launch(
+        _depth_to_space, (triton.cdiv(rows, tile), triton.cdiv(channels // growth, block), batch),
         x, bias, out,
         rows, height, width, skip, x.stride(0), out.stride(0),
         CHANNELS=channels // growth,
@@ -68,7 +71,8 @@ def add_space_to_depth(main: Tensor, bias: Tensor, skip: Tensor, stride: Stride,
     rows = frames * height * width
     block = max(min(triton.next_power_of_2(channels), _VALUES // group), shrinking)
     tile = max(1, _VALUES // (block * group))
-    _add_space_to_depth[(triton.cdiv(rows, tile), triton.cdiv(channels, block), batch)](
+    launch(
+        _add_space_to_depth, (triton.cdiv(rows, tile), triton.cdiv(channels, block), batch),
         main, bias, skip, out,
         rows, height, width, main.stride(0), skip.stride(0), out.stride(0),
         CHANNELS=channels,
@@ -85,7 +89,8 @@ def unpatchify(x: Tensor, patch: int, out: Tensor) -> None:
     batch, channels, frames, height, width = x.shape
     rows = frames * height * width
     tile = max(1, _VALUES // (2 * patch * patch))
-    _unpatchify[(triton.cdiv(rows, tile), out.shape[1], batch)](
+    launch(
+        _unpatchify, (triton.cdiv(rows, tile), out.shape[1], batch),
         x, out,
         rows, frames, height, width, x.stride(0), out.stride(0),
         CHANNELS=channels,

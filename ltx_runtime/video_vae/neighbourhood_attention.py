@@ -115,7 +115,7 @@ def _try_triton(q: Tensor, k: Tensor, v: Tensor, kernel_size: Sizes, out: Tensor
     box = kernel.box_sizes(tuple(q.shape[1:4]), kernel_size)
     if box[0] * q.shape[2] * q.shape[3] * max(k.stride(3), v.stride(3)) > kernel.MAX_BOX_ELEMENTS:
         return False
-    return try_triton(lambda: kernel.launch(q, k, v, kernel_size, out), "neighbourhood attention", q.device)
+    return try_triton(lambda: kernel.attend(q, k, v, kernel_size, out), "neighbourhood attention", q.device)
 
 
 def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

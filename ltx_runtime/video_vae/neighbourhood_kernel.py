@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..triton_use import launch
+
 
 @dataclass(frozen=True)
 class KernelShape:
@@ -48,7 +50,7 @@ def box_sizes(
     return tuple(min(tile + kernel - 1, cells) for tile, kernel, cells in zip(shape.tile, kernel_size, grid))
 
 
-def launch(
+def attend(
     q: Tensor, k: Tensor, v: Tensor, kernel_size: tuple[int, int, int], out: Tensor, shape: KernelShape = BEST
 ) -> None:
     """Write the attention of q (B, T, H, W, heads, head_dim) on k and v into out; see neighbourhood_attention, which
@@ -61,7 +63,8 @@ def launch(
     options = {"num_warps": shape.warps, "num_stages": shape.stages}
     if shape.registers and torch.version.hip is None:
         options["maxnreg"] = shape.registers
-    _attend[(tiles, batch * heads)](
+    launch(
+        _attend, (tiles, batch * heads),
         q, k, v, out,
         *grid, heads,
         q.stride(3), q.stride(4), k.stride(3), k.stride(4), v.stride(3), v.stride(4), out.stride(3), out.stride(4),

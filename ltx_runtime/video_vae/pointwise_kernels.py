@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..triton_use import launch
+
 if TYPE_CHECKING:
     from .rotary import RotaryTables
 
@@ -33,7 +35,8 @@ def split_norm_rope(
     """See pointwise.split_norm_rope."""
     count, heads, head_dim = q.shape
     time, height, width = rotary.grid
-    _split_norm_rope[(triton.cdiv(count, _TOKENS), 3 * heads)](
+    launch(
+        _split_norm_rope, (triton.cdiv(count, _TOKENS), 3 * heads),
         qkv, q_weight, k_weight, rotary.cos, rotary.sin, q, k, v,
         count, first, height, width, time * rotary.pairs[0], height * rotary.pairs[1], eps,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
@@ -50,7 +53,7 @@ def split_norm_rope(
 def silu_mul(gate: Tensor, up: Tensor) -> None:
     """See pointwise.silu_mul_."""
     count = gate.numel()
-    _silu_mul[(triton.cdiv(count, _VALUES),)](gate, up, count, VALUES=_VALUES, num_warps=8)
+    launch(_silu_mul, (triton.cdiv(count, _VALUES),), gate, up, count, VALUES=_VALUES, num_warps=8)
 
 
 def rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float = 1e-6) -> None:
@@ -58,7 +61,8 @@ def rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float = 1e-6) -> None:
     count, channels = x.shape
     lanes = triton.next_power_of_2(channels)
     rows = max(1, _VALUES // lanes)
-    _rms_norm[(triton.cdiv(count, rows),)](
+    launch(
+        _rms_norm, (triton.cdiv(count, rows),),
         x, weight, out, count, eps, CHANNELS=channels, LANES=lanes, ROWS=rows, num_warps=4
     )
 
@@ -73,7 +77,8 @@ def add_cells(x: Tensor, grown: Tensor, stride: tuple[int, int, int], first: int
     count = (high - low) * height * width
     lanes = triton.next_power_of_2(channels)
     rows = max(1, _VALUES // lanes)
-    _add_cells[(triton.cdiv(count, rows),)](
+    launch(
+        _add_cells, (triton.cdiv(count, rows),),
         x[low], grown, count, height, width, low + dropped - first * stride[0],
         P1=stride[0], P2=stride[1], P3=stride[2], CHANNELS=channels, LANES=lanes, ROWS=rows, num_warps=4,
     )  # fmt: skip
