@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from . import triton_use
 from .cuda_graph import no_garbage_collection
 
 # Of the shortest kernel, as CUPTI sees it on an H200. The rest of a queue's pace is the gap between kernels.
@@ -65,8 +66,9 @@ _MAY_LAUNCH = frozenset(
 
 
 class LaunchCount(TorchFunctionMode):
-    """Counts the kernels that PyTorch calls of this thread launch: one for each call with a tensor for a result, but
-    for views. Composite calls and split matrix products count once (2 % too few at S0)."""
+    """Counts the kernels that calls of this thread launch: one for each call of PyTorch's with a tensor for a result,
+    but for views, and for each of a Triton kernel. Composite calls and split matrix products count once (2 % too few at
+    S0)."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +81,7 @@ class LaunchCount(TorchFunctionMode):
             several = isinstance(result, tuple) and len(result) > 0 and isinstance(result[0], Tensor)
             if name in _MAY_LAUNCH and args and isinstance(result, Tensor):
                 self.launches += _memory_of(result) != _memory_of(args[0])
-            elif several or isinstance(result, Tensor) or name == "__setitem__":
+            elif several or isinstance(result, Tensor) or name == "__setitem__" or func is triton_use.launch:
                 self.launches += 1
         return result
 

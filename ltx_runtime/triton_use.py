@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from .memory import is_out_of_memory
 
@@ -61,7 +62,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Tensor | float | None, **o
     Triton asks the driver about the address of every tensor it is given, and under cudaMallocAsync the driver knows
     none that was allocated inside a capture ("cannot be accessed from Triton"). An address that comes as a number is
     not asked about.
+    A torch function mode sees the call, as it sees PyTorch's own: launches are counted that way (gpu_time.py).
     """
+    if has_torch_function_unary(args[0]):
+        handle_torch_function(launch, args[:1], kernel, grid, *args, **options)
+        return
     if not (args[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         kernel[grid](*args, **options)
         return

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from ltx_runtime import triton_use
+from ltx_runtime.gpu_time import LaunchCount
 from ltx_runtime.timing import Timeline
-from ltx_runtime.triton_use import note_first_use, triton_refusal, try_triton
+from ltx_runtime.triton_use import launch, note_first_use, triton_refusal, try_triton
 from ltx_runtime.video_vae import pointwise
 from ltx_runtime.video_vae.rotary import RotaryTables
 
@@ -79,6 +80,49 @@ def test_the_first_use_is_said_once_for_each_owner():
     notes = [event["message"] for event in timeline.events if event["event"] == "note"]
     assert [note.split(":")[0] for note in notes] == ["vocoder", "video encoder"]
     assert all("compiled at their first use on a machine" in note for note in notes)
+
+
+class Kernel:
+    """What a @triton.jit function is for `launch`: it notes how it was launched."""
+
+    arg_names = ("x", "out", "count", "BLOCK")
+
+    def __init__(self) -> None:
+        self.launched: list[tuple] = []
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        return lambda *args, **options: self.launched.append((grid, args, options))
+
+    def warmup(self, *args, grid: tuple[int, ...], **options) -> dict:
+        """The compiled kernel, which is launched by whole grids and with the constants in their places."""
+        self.warmed = (args, grid, options)
+        return {(*grid, 1, 1)[:3]: lambda *numbers: self.launched.append((grid, numbers, {}))}
+
+
+class DeviceTensor(torch.Tensor):
+    is_cuda = True
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def test_a_capture_gets_addresses_as_numbers(monkeypatch):
+    kernel = Kernel()
+    x, out = (torch.zeros(4).as_subclass(DeviceTensor) for _ in range(2))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    launch(kernel, (2,), x, out, 4, BLOCK=16, num_warps=4)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    launch(kernel, (2,), x, out, 4, BLOCK=16, num_warps=4)
+    (_, eager, options), (grid, captured, _) = kernel.launched
+    assert eager[0] is x and eager[1] is out and options == {"BLOCK": 16, "num_warps": 4}
+    assert kernel.warmed[0][0] is x and kernel.warmed[1:] == ((2,), options)  # the same kernel as the eager call's
+    assert (grid, captured) == ((2,), (x.data_ptr(), out.data_ptr(), 4, 16))
+
+
+def test_a_launch_counts_as_one():
+    kernel, x = Kernel(), torch.zeros(4)
+    with LaunchCount() as count:
+        launch(kernel, (1,), x, x, 4, BLOCK=16)
+        x.view(2, 2)
+    assert count.launches == len(kernel.launched) == 1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
