@@ -15,33 +15,11 @@ from torch import Tensor, nn
 from ..config import TransformerConfig
 from .adaln import modulate, token_row
 from .attention import Attention
+from .feed_forward import FeedForward
 from .inputs import ForwardConstants, StepModulation, StreamConstants, StreamModulation
 
 # ComfyUI normalises q and k with this eps (transformer.md section 18.2).
 COMFYUI_QK_EPS = 1e-5
-
-
-class _GeluProjection(nn.Module):
-    def __init__(self, width: int, inner: int, bias: bool):
-        super().__init__()
-        self.proj = nn.Linear(width, inner, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(self.proj(x), approximate="tanh")
-
-
-class FeedForward(nn.Module):
-    """Linear, GELU(tanh), linear; four times as wide inside."""
-
-    def __init__(self, width: int, bias: bool):
-        super().__init__()
-        # Entry 1 is the published dropout, which has no weights.
-        self.net = nn.ModuleList(
-            [_GeluProjection(width, 4 * width, bias), nn.Identity(), nn.Linear(4 * width, width, bias=bias)]
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net[2](self.net[0](x))
 
 
 class TransformerBlock(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..config import ConnectorConfig
 from .attention import Attention
-from .block import FeedForward
+from .feed_forward import FeedForward
 from .rope import RopeTable, rope_table
 
 
