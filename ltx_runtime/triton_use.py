@@ -1,10 +1,16 @@
-"""Whether Triton kernels can run here: asked before every one, and learnt from the first that can't be built. And how
-they are launched."""
+"""Whether Triton kernels can run here: asked before every one, and learnt from the first of an owner's that can't be
+built. And how they are launched.
+
+An owner is what the kernels are for ("vocoder", "conv video VAE", "denoiser"): it does without all of its kernels when
+one can't be built, and the others keep theirs.
+"""
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import logging
+import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -20,23 +26,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ltxgraph")
 
-# Why Triton can't run in this process, found out by the first launch: a fact about the process, hence module level.
-_failure: str | None = None
+# Why the kernels of an owner (None: of all) can't run in this process, found out by a launch: a fact about the process,
+# hence module level.
+_failures: dict[str | None, str] = {}
 # Whose kernels have run in this process.
 _used: set[str] = set()
 
 
-def triton_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why our Triton kernels are not for tensors of this kind, None where they are."""
-    if _failure is not None:
-        return _failure
+def triton_refusal(device: torch.device, dtype: torch.dtype, owner: str) -> str | None:
+    """Why the owner's Triton kernels are not for tensors of this kind, None where they are."""
+    failure = _failures.get(None) or _failures.get(owner)
+    if failure is not None:
+        return failure
     if device.type != "cuda":
         return f"no kernel for {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"{str(dtype).removeprefix('torch.')} is not for tensor cores"
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU is older than Ampere"
-    return None if installed("triton") else "not installed"
+    return import_refusal("triton")
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
@@ -76,13 +84,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Tensor | float | None, **o
     compiled[(*grid, 1, 1)[:3]](*numbers)
 
 
-def try_triton(launch: Callable[[], None], what: str, device: torch.device) -> bool:
-    """Run what launches a kernel for tensors on this device; False, and never again in this process, where it can't be
-    built.
+def try_triton(launch: Callable[[], None], owner: str, kernel: str, device: torch.device) -> bool:
+    """Run what launches a kernel for tensors on this device; False, and from then on a refusal for its owner, where it
+    can't be built: for all owners where the machine is why.
 
-    what: the kernel's work in words, for the log.
+    kernel: its name, for the log.
     """
-    global _failure
     try:
         with on_device(device):
             launch()
@@ -93,12 +100,25 @@ def try_triton(launch: Callable[[], None], what: str, device: torch.device) -> b
         # is the capture's.
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise
-        _failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-        logger.warning("%s: the Triton kernel can't run here (%s); a slower one does", what, error)
+        failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        _failures[None if _is_of_the_machine(error) else owner] = failure
+        logger.warning("%s, %s: the Triton kernel can't run here (%s); a slower one does", owner, kernel, error)
         return False
     return True
 
 
+def _is_of_the_machine(error: Exception) -> bool:
+    """Whether it is the C compiler that builds launchers which is missing or fails: so it does for every kernel."""
+    return "C compiler" in str(error) or isinstance(error, subprocess.CalledProcessError)
+
+
 @functools.cache
-def installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+def import_refusal(module: str) -> str | None:
+    """Why a module can't be imported, None where it can."""
+    if importlib.util.find_spec(module) is None:
+        return "not installed"
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # noqa: BLE001 - whatever a broken installation raises
+        return f"can't be imported ({type(error).__name__}: {error})"
+    return None

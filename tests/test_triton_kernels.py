@@ -153,7 +153,7 @@ def fused_on_the_cpu() -> Iterator[None]:
     from ltx_runtime.video_vae import conv_pointwise
 
     asked, tried = conv_pointwise.triton_refusal, conv_pointwise.try_triton
-    conv_pointwise.triton_refusal = lambda device, dtype: None
+    conv_pointwise.triton_refusal = lambda device, dtype, owner: None
     conv_pointwise.try_triton = lambda launch, *_: launch() is None
     try:
         yield

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from ltx_runtime import triton_use
 from ltx_runtime.gpu_time import LaunchCount
 from ltx_runtime.timing import Timeline
-from ltx_runtime.triton_use import launch, note_first_use, triton_refusal, try_triton
+from ltx_runtime.triton_use import import_refusal, launch, note_first_use, triton_refusal, try_triton
 from ltx_runtime.video_vae import pointwise
 from ltx_runtime.video_vae.rotary import RotaryTables
 
@@ -20,7 +21,7 @@ CPU, SECOND = torch.device("cpu"), torch.device("cuda", 1)
 
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch) -> Iterator[None]:
-    monkeypatch.setattr(triton_use, "_failure", None)
+    monkeypatch.setattr(triton_use, "_failures", {})
     monkeypatch.setattr(triton_use, "_used", set())
     yield
 
@@ -46,31 +47,53 @@ def current(monkeypatch) -> list[int]:
 
 def test_a_launch_is_on_the_device_of_its_tensors(current):
     seen = []
-    assert try_triton(lambda: seen.append(current[-1]), "a kernel", SECOND)
+    assert try_triton(lambda: seen.append(current[-1]), "denoiser", "a kernel", SECOND)
     assert seen == [1] and current == [0]
 
 
 def test_the_device_is_given_back_by_a_launch_that_fails(current):
-    assert not try_triton(lambda: 1 / 0, "a kernel", SECOND)
+    assert not try_triton(lambda: 1 / 0, "denoiser", "a kernel", SECOND)
     assert current == [0]
 
 
-def test_a_kernel_that_can_not_be_built_is_the_last_one_tried(caplog):
-    def fail():
-        raise RuntimeError("Failed to find C compiler.\nMore lines")
+def fail(error: Exception) -> None:
+    raise error
 
-    assert not try_triton(fail, "a kernel", CPU)
-    assert "a kernel: the Triton kernel can't run here" in caplog.text
-    assert triton_refusal(SECOND, torch.bfloat16) == "RuntimeError: Failed to find C compiler."
+
+def test_a_kernel_that_can_not_be_built_is_the_last_of_its_owner(caplog):
+    error = RuntimeError("out of resource: shared memory\nMore lines")
+    assert not try_triton(lambda: fail(error), "denoiser", "a kernel", CPU)
+    assert "denoiser, a kernel: the Triton kernel can't run here" in caplog.text
+    assert triton_refusal(CPU, torch.bfloat16, "denoiser") == "RuntimeError: out of resource: shared memory"
+    assert triton_refusal(CPU, torch.bfloat16, "vocoder") == "no kernel for cpu"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
+        subprocess.CalledProcessError(1, ["gcc", "main.c"]),  # one without the headers of Python
+    ],
+)
+def test_a_machine_that_can_not_build_launchers_builds_none_for_anyone(error):
+    assert not try_triton(lambda: fail(error), "denoiser", "a kernel", CPU)
+    for owner in ("denoiser", "vocoder"):
+        assert triton_refusal(CPU, torch.bfloat16, owner) == f"{type(error).__name__}: {error}"
+
+
+def test_an_installation_that_can_not_be_imported_is_refused_with_its_reason(tmp_path, monkeypatch):
+    (tmp_path / "broken_kernels.py").write_text("raise OSError('libtriton.so: no such file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert import_refusal("broken_kernels") == "can't be imported (OSError: libtriton.so: no such file)"
+    assert import_refusal("absent_kernels") == "not installed"
+    assert import_refusal("torch") is None
 
 
 def test_a_device_without_memory_is_no_kernel_that_can_not_be_built():
-    def fail():
-        raise RuntimeError("Triton Error [CUDA]: out of memory")
-
+    error = RuntimeError("Triton Error [CUDA]: out of memory")
     with pytest.raises(RuntimeError, match="out of memory"):
-        try_triton(fail, "a kernel", CPU)
-    assert triton_refusal(CPU, torch.bfloat16) == "no kernel for cpu"
+        try_triton(lambda: fail(error), "denoiser", "a kernel", CPU)
+    assert triton_refusal(CPU, torch.bfloat16, "denoiser") == "no kernel for cpu"
 
 
 def test_the_first_use_is_said_once_for_each_owner():
@@ -130,11 +153,11 @@ def test_the_passes_of_the_diffusion_decoder_fall_back_to_plain_torch(monkeypatc
     """The first kernel that a decode launches is one of them, so it is there that a missing C compiler shows."""
     tried = []
 
-    def fail(launch, what, device):
-        tried.append(what)
+    def fail(launch, owner, kernel, device):
+        tried.append((owner, kernel))
         return False
 
-    monkeypatch.setattr(pointwise, "triton_refusal", lambda device, dtype: None)
+    monkeypatch.setattr(pointwise, "triton_refusal", lambda device, dtype, owner: None)
     monkeypatch.setattr(pointwise, "try_triton", fail)
     x, weight = torch.randn(6, 16), torch.randn(16)
     assert torch.equal(pointwise.rms_norm(x, weight, torch.empty_like(x)), F.rms_norm(x, (16,), weight, pointwise.EPS))
@@ -149,4 +172,4 @@ def test_the_passes_of_the_diffusion_decoder_fall_back_to_plain_torch(monkeypatc
     pointwise.split_norm_rope(qkv, weight, weight, rotary, 0, q, k, v)
     assert torch.equal(v[:, 0], qkv[:, 32:]) and q.isfinite().all() and k.isfinite().all()
     names = ("rms_norm", "silu_mul", "add_cells", "split_norm_rope")
-    assert tried == [f"diffusion video VAE, {name}" for name in names]
+    assert tried == [("diffusion video VAE", name) for name in names]

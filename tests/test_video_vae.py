@@ -4,6 +4,7 @@ Agreement with the reference is in golden_kinds/video_vae_conv.py.
 """
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -161,15 +162,50 @@ def test_a_kernel_that_cannot_be_built_leaves_the_plain_decode(fresh_vae, monkey
     expected = fresh_vae.decode_raw(latent)
     tried = []
 
-    def fail(launch, what, device):
-        tried.append(what)
+    def fail(launch, owner, kernel, device):
+        tried.append((owner, kernel))
         return False
 
     monkeypatch.setattr(conv_pointwise, "is_fused", lambda device, dtype: not tried)
     monkeypatch.setattr(conv_pointwise, "try_triton", fail)
     assert (fresh_vae.decode_raw(latent) - expected).abs().max() < ROUNDING
-    assert tried == ["conv video VAE, finish"]
+    assert tried == [("conv video VAE", "finish")]
     assert torch.equal(fresh_vae.decode_raw(latent), expected)
+
+
+@pytest.mark.parametrize("chunk", [3, 1])
+def test_a_kernel_that_fails_in_mid_decode_leaves_the_right_picture(fresh_vae, monkeypatch, chunk):
+    """Wherever: what a stream remembers lies as the kernels wanted it."""
+    latent, plan = random_latent(3, width=2), chunks_of(chunk)
+    expected = fresh_vae.decode_raw(latent, plan=plan)
+    launched: list[str] = []
+    fused = True
+
+    def launch(kernel, x, *args):
+        """As conv_pointwise._fused: the first `good` kernels run (here in plain torch), the next can't be built."""
+        nonlocal fused
+        fused = False
+        if len(launched) == good:
+            return False
+        launched.append(kernel)
+        if kernel == "finish":
+            bias, residual, keep, out, activate = args
+            conv_pointwise.finish(x, bias, residual, keep=keep, out=out, activate=activate)
+        else:
+            *args, out = args
+            out.copy_(getattr(conv_pointwise, kernel)(x.clone(), *args))
+        fused = True
+        return True
+
+    monkeypatch.setattr(conv_pointwise, "is_fused", lambda device, dtype: fused)
+    monkeypatch.setattr(conv_pointwise, "_fused", launch)
+    for good in itertools.count():
+        fused = True
+        launched.clear()
+        assert (fresh_vae.decode_raw(latent, plan=plan) - expected).abs().max() < ROUNDING
+        if fused:
+            break
+    assert set(launched) == {"finish", "depth_to_space", "unpatchify"}
 
 
 # --- frames ---------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from ..step_runner import CUDA_GRAPH_MODES
 from ..timing import Timeline
 from ..triton_use import note_first_use
 from .config import STEREO, AudioVAEConfig
-from .fused_vocoder import Workspace, stage_sizes
+from .fused_vocoder import TRITON_OWNER, Workspace, stage_sizes
 from .network import AudioVAENetwork, Stages
 from .resample import Resampler
 
@@ -167,7 +167,7 @@ class AudioVAE(ResidentModule):
         if self.device.type == "cuda" and self.module.plain_reason:
             timeline.note(DECODE_PHASE, f"the vocoder runs on plain torch: {self.module.plain_reason}")
         if self.module.backend == "triton":
-            note_first_use("vocoder", timeline, DECODE_PHASE)
+            note_first_use(TRITON_OWNER, timeline, DECODE_PHASE)
         with torch.inference_mode():
             latent = latent.to(self.device)
             _refuse_non_finite(DECODE_PHASE, latent, "latent")

@@ -22,6 +22,7 @@ from ..triton_use import on_device, triton_refusal, try_triton
 from .config import STEREO, AudioVAEConfig, GeneratorConfig
 from .vocoder import AMPBlock, AntiAliasedSnake, CausalLogMel, Generator, Vocoder
 
+TRITON_OWNER = "vocoder"
 # AMP blocks a stage: their results and what lies between two convolutions are alive at once.
 _BLOCKS = 3
 _SIGNALS = _BLOCKS + 1
@@ -31,15 +32,15 @@ def refusal(device: torch.device, vocoder: Vocoder) -> str | None:
     """Why the kernels can't run this vocoder on this device, or None. Its weights are in their places."""
     if torch.version.hip is not None:
         return "no kernel for ROCm"
-    without_triton = triton_refusal(device, torch.bfloat16)
+    without_triton = triton_refusal(device, torch.bfloat16, TRITON_OWNER)
     if without_triton:
         return f"Triton: {without_triton}"
     if {generator.blocks_per_stage for generator in (vocoder.vocoder, vocoder.bwe_generator)} != {_BLOCKS}:
         return f"its stages have other than {_BLOCKS} AMP blocks"
     if not all(p.dtype == torch.bfloat16 or torch.equal(p, p.bfloat16().to(p.dtype)) for p in vocoder.parameters()):
         return "the weights are not bfloat16, and more bits take more products"
-    if not try_triton(lambda: _probe(device), "vocoder", device):
-        return f"Triton: {triton_refusal(device, torch.bfloat16)}"
+    if not try_triton(lambda: _probe(device), TRITON_OWNER, "snake and conv", device):
+        return f"Triton: {triton_refusal(device, torch.bfloat16, TRITON_OWNER)}"
     return None
 
 

@@ -22,11 +22,12 @@ from . import cells
 from .cells import Stride
 
 PIXEL_NORM_EPS = 1e-8
+TRITON_OWNER = "conv video VAE"
 
 
 def is_fused(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether activations of this kind go through the kernels."""
-    return triton_refusal(device, dtype) is None
+    return triton_refusal(device, dtype, TRITON_OWNER) is None
 
 
 def memory_format(device: torch.device, dtype: torch.dtype) -> torch.memory_format:
@@ -169,9 +170,9 @@ def _fusable(x: Tensor, *others: Tensor) -> bool:
 
 
 def _fused(kernel: str, x: Tensor, *args: object) -> bool:
-    """Run one of conv_kernels on x; False, from then on for all, where it can't be built."""
+    """Run one of conv_kernels on x; False, from then on for all of them, where it can't be built."""
     launch = getattr(importlib.import_module(".conv_kernels", __package__), kernel)
-    return try_triton(lambda: launch(x, *args), f"conv video VAE, {kernel}", x.device)
+    return try_triton(lambda: launch(x, *args), TRITON_OWNER, kernel, x.device)
 
 
 def _per_channel(bias: Tensor) -> Tensor:

@@ -237,8 +237,8 @@ class VideoVAE(ResidentModule):
             backend = self._decoding.backend(self.device, self.module.dtype)
             if backend:
                 timeline.note(PHASE, backend)
-            if triton_refusal(self.device, self.module.dtype) is None:
-                note_first_use(self._decoding.component, timeline, PHASE)
+            if triton_refusal(self.device, self.module.dtype, self._decoding.triton_owner) is None:
+                note_first_use(self._decoding.triton_owner, timeline, PHASE)
             while True:
                 timeline.note(PHASE, plan.reason, chunk_latent_frames=plan.chunk_frames, peak_bytes=plan.peak_bytes)
                 if on_plan is not None:

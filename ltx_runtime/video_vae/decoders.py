@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..checkpoint import CheckpointHeader
 from ..config import ConvVAEConfig, DiffusionVAEConfig
+from . import conv_pointwise, pointwise
 from .conv_pointwise import is_fused
 from .conv_vae import ConvVideoVAE
 from .diffusion_grid import ClipNoise, DecodeGrid, DecodeNoise
@@ -29,9 +30,11 @@ class Decoding(Protocol):
     """What VideoVAE asks of a decoder.
 
     component: as in CheckpointHeader.components. first_weight: name of a weight that has the activations' dtype.
+    triton_owner: see triton_use.py.
     """
 
     component: str
+    triton_owner: str
     first_weight: str
     config: ConvVAEConfig | DiffusionVAEConfig
 
@@ -78,6 +81,7 @@ class ConvDecoding:
     """See conv_vae.py."""
 
     component = "video_vae_conv"
+    triton_owner = conv_pointwise.TRITON_OWNER
     first_weight = "decoder.conv_in.conv.weight"
 
     def __init__(self, header: CheckpointHeader, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -158,6 +162,7 @@ class DiffusionDecoding:
     """See diffusion_vae.py."""
 
     component = "video_vae_diffusion"
+    triton_owner = pointwise.TRITON_OWNER
     first_weight = "decoder.conv_in.weight"
 
     def __init__(self, header: CheckpointHeader) -> None:

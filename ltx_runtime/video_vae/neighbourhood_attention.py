@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ShapeError
-from ..triton_use import installed, triton_refusal, try_triton
+from ..triton_use import import_refusal, triton_refusal, try_triton
 
 Sizes = tuple[int, int, int]
+
+TRITON_OWNER = "neighbourhood attention"
 
 # Queries that the plain path takes at once; with a window of 11^3 they see 4536 keys.
 _PLAIN_TILE: Sizes = (4, 8, 8)
@@ -115,11 +117,11 @@ def _try_triton(q: Tensor, k: Tensor, v: Tensor, kernel_size: Sizes, out: Tensor
     box = kernel.box_sizes(tuple(q.shape[1:4]), kernel_size)
     if box[0] * q.shape[2] * q.shape[3] * max(k.stride(3), v.stride(3)) > kernel.MAX_BOX_ELEMENTS:
         return False
-    return try_triton(lambda: kernel.attend(q, k, v, kernel_size, out), "neighbourhood attention", q.device)
+    return try_triton(lambda: kernel.attend(q, k, v, kernel_size, out), TRITON_OWNER, "attend", q.device)
 
 
 def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    return triton_refusal(device, dtype) or (f"head_dim {head_dim} is above 64" if head_dim > 64 else None)
+    return triton_refusal(device, dtype, TRITON_OWNER) or (f"head_dim {head_dim} is above 64" if head_dim > 64 else None)
 
 
 def _kitchen_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -127,8 +129,9 @@ def _kitchen_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) ->
         return "no kernel for this device, dtype or head_dim"
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU is older than Ampere"
-    if not installed("comfy_kitchen"):
-        return "not installed"
+    refusal = import_refusal("comfy_kitchen")
+    if refusal:
+        return refusal
     return None if hasattr(importlib.import_module("comfy_kitchen"), "na3d") else "this version has no na3d"
 
 

@@ -16,6 +16,7 @@ from ..triton_use import triton_refusal, try_triton
 from .rotary import RotaryTables
 
 EPS = 1e-6
+TRITON_OWNER = "diffusion video VAE"
 
 
 def split_norm_rope(
@@ -87,7 +88,7 @@ def silu_mul_(gate: Tensor, up: Tensor) -> Tensor:
 
 def _fused(kernel: str, x: Tensor, *args: object) -> bool:
     """Run one of pointwise_kernels on x; False where it can't run, and from then on for all where it can't be built."""
-    if triton_refusal(x.device, x.dtype):
+    if triton_refusal(x.device, x.dtype, TRITON_OWNER):
         return False
     launch = getattr(importlib.import_module(".pointwise_kernels", __package__), kernel)
-    return try_triton(lambda: launch(x, *args), f"diffusion video VAE, {kernel}", x.device)
+    return try_triton(lambda: launch(x, *args), TRITON_OWNER, kernel, x.device)

@@ -84,7 +84,7 @@ def test_activation_and_sum_round_the_float32_result_once(device, grid, channels
     assert_rounded_once(x, total)
     assert_rounded_once(out[:, :, 1:-1], F.silu(conv_pointwise.pixel_norm(total)))
     assert (out[:, :, 0] == 7).all() and (out[:, :, -1] == 7).all()
-    assert triton_use.triton_refusal(device, x.dtype) is None
+    assert triton_use.triton_refusal(device, x.dtype, conv_pointwise.TRITON_OWNER) is None
 
 
 @pytest.mark.parametrize("stride", [(2, 2, 2), (2, 1, 1), (1, 2, 2)])
@@ -145,7 +145,7 @@ def test_a_decode_is_no_further_from_float32_than_the_plain_one(vae, monkeypatch
     fused = vae.decode_raw(latent)
     streamed = vae.decode_raw(latent, sizes=AskedSizes(temporal_size=8))
     with monkeypatch.context() as patch:
-        patch.setattr(triton_use, "_failure", "switched off by a test")
+        patch.setitem(triton_use._failures, conv_pointwise.TRITON_OWNER, "switched off by a test")
         plain = vae.decode_raw(latent)
         with torch.inference_mode():
             exact = torch.cat(list(vae.module.float().decode(latent.to(vae.device), 5)), dim=2)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ltx_runtime import triton_use
 from ltx_runtime.audio_vae import load_audio_vae
 from ltx_runtime.tiny import write_tiny_audio_vae, write_tiny_diffusion_vae, write_tiny_video_vae
-from ltx_runtime.triton_use import triton_refusal
 from ltx_runtime.video_vae import load_video_encoder, load_video_vae
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -18,7 +18,8 @@ DEVICES = [torch.device("cuda", index) for index in range(2)]
 def same_on_both(run) -> None:
     first, second = (run(device) for device in DEVICES)
     assert torch.cuda.current_device() == 0
-    assert all(triton_refusal(device, torch.bfloat16) is None for device in DEVICES)
+    assert all(triton_use.triton_refusal(device, torch.bfloat16, "any") is None for device in DEVICES)
+    assert not triton_use._failures
     assert torch.equal(first.cpu(), second.cpu())
 
 
