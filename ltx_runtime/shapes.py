@@ -23,9 +23,12 @@ def _neighbours(value: int, step: int, offset: int) -> str:
     return str(below) if below == above else f"{below} or {above}"
 
 
-def check_pixel_size(width: int, height: int, num_frames: int) -> None:
+def check_pixel_size(width: int, height: int, num_frames: int, *, frames_name: str = "num_frames") -> None:
     """Raise ShapeError, naming the nearest legal values, unless width and height are multiples of 32 and
-    num_frames lies on the 8k+1 grid."""
+    num_frames lies on the 8k+1 grid.
+
+    frames_name: what the user calls num_frames.
+    """
     for name, value in (("width", width), ("height", height)):
         if value < SPACE_FACTOR or value % SPACE_FACTOR:
             raise ShapeError(
@@ -34,7 +37,7 @@ def check_pixel_size(width: int, height: int, num_frames: int) -> None:
             )
     if num_frames < 1 or (num_frames - 1) % TIME_FACTOR:
         raise ShapeError(
-            f"num_frames={num_frames} is off the {TIME_FACTOR}k+1 grid of the video VAE. "
+            f"{frames_name}={num_frames} is off the {TIME_FACTOR}k+1 grid of the video VAE. "
             f"Use {_neighbours(num_frames, TIME_FACTOR, 1)}."
         )
 

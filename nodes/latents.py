@@ -73,7 +73,7 @@ class LTXGraphEmptyLatent(io.ComfyNode):
             return refusal
         size = [SPACE_FACTOR if side is None else side for side in (width, height)]
         try:
-            check_pixel_size(*size, 1 if length is None else length)
+            _check_size(*size, 1 if length is None else length)
         except ShapeError as error:
             return str(error)
         return True
@@ -82,6 +82,7 @@ class LTXGraphEmptyLatent(io.ComfyNode):
     def execute(
         cls, width: int, height: int, length: int, batch_size: int, frame_rate: float, with_audio: bool
     ) -> io.NodeOutput:
+        _check_size(width, height, length)
         shape = VideoLatentShape.from_pixels(width, height, length, batch_size)
         samples = host.to_intermediate(torch.zeros(shape.as_tuple()))
         if with_audio:
@@ -95,6 +96,10 @@ class LTXGraphEmptyLatent(io.ComfyNode):
             samples = host.nested(samples, audio)
         # The keys of the native empty latents: core nodes that resize a latent read the ratio.
         return io.NodeOutput({"samples": samples, "downscale_ratio_spacial": SPACE_FACTOR})
+
+
+def _check_size(width: int, height: int, length: int) -> None:
+    check_pixel_size(width, height, length, frames_name="length")
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,8 @@ def failure(client, prompt, at: str = "sampler") -> str:
 @pytest.mark.parametrize(
     ("size", "words"),
     [
-        ({"length": 10}, ("num_frames=10", "9", "17")),
-        ({"length": 120}, ("num_frames=120", "113", "121")),
+        ({"length": 10}, ("length=10", "9", "17")),
+        ({"length": 120}, ("length=120", "113", "121")),
         ({"width": 100}, ("width=100", "96", "128")),
         ({"height": 720}, ("height=720", "704", "736")),
     ],
@@ -136,7 +136,7 @@ def test_size_off_the_grid_by_a_link(client):
     prompt["length"] = node("PrimitiveInt", value=10)
     prompt["latent"]["inputs"]["length"] = ["length", 0]
     text = failure(client, prompt, at="latent")
-    assert "num_frames=10" in text and "17" in text
+    assert "length=10" in text and "17" in text
 
 
 @pytest.fixture
