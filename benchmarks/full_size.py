@@ -13,18 +13,18 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ltx_runtime.audio_vae import AudioVAE  # noqa: E402
-from ltx_runtime.checkpoint import CheckpointHeader, TensorSpec  # noqa: E402
-from ltx_runtime.conditioning import audio_state, text_to_video_state  # noqa: E402
-from ltx_runtime.cuda_graph import allocator_backend  # noqa: E402
-from ltx_runtime.runtime import TransformerModel  # noqa: E402
-from ltx_runtime.sampler import SampleRequest, TextFeatures  # noqa: E402
-from ltx_runtime.schedules import distilled_sigmas  # noqa: E402
-from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape, audio_latent_frames  # noqa: E402
-from ltx_runtime.tiny import fill_random  # noqa: E402
-from ltx_runtime.upsampler import LatentUpsampler  # noqa: E402
-from ltx_runtime.video_vae import VideoVAE  # noqa: E402
-from ltx_runtime.video_vae.encode import VideoEncoder  # noqa: E402
+from ltx_runtime.audio_vae import AudioVAE
+from ltx_runtime.checkpoint import CheckpointHeader, TensorSpec
+from ltx_runtime.conditioning import audio_state, text_to_video_state
+from ltx_runtime.cuda_graph import allocator_backend
+from ltx_runtime.runtime import TransformerModel
+from ltx_runtime.sampler import SampleRequest, TextFeatures
+from ltx_runtime.schedules import distilled_sigmas
+from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape, audio_latent_frames
+from ltx_runtime.tiny import fill_random
+from ltx_runtime.upsampler import LatentUpsampler
+from ltx_runtime.video_vae import VideoVAE
+from ltx_runtime.video_vae.encode import VideoEncoder
 
 FRAMES, FRAME_RATE = 121, 24.0
 SIZES = {"S0": (384, 256), "S1": (768, 512), "S2": (1536, 1024)}

@@ -21,11 +21,12 @@ from pathlib import Path
 import torch
 from _models import finish, markdown, parser_of, spread
 from full_size import ROOT
+from safetensors.torch import load_file
+
 from ltx_runtime.checkpoint import read_header
 from ltx_runtime.runtime import TransformerModel
 from ltx_runtime.timing import Timeline
 from ltx_runtime.tiny import write_tiny_transformer
-from safetensors.torch import load_file
 
 PREFIX = "model.diffusion_model."
 _ITEM_BYTES = {"BF16": 2, "F32": 4}
@@ -212,11 +213,13 @@ def forget(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+# Our names for the lines of /proc/self/status.
+_FIELDS_OF_STATUS = {"rss": "VmRSS", "anonymous": "RssAnon", "from_files": "RssFile"}
+
+
 class HostPeak:
     """Largest growth of this process's memory meanwhile: rss, of it anonymous and mapped from files. Linux only, else
     None."""
-
-    _FIELDS = {"rss": "VmRSS", "anonymous": "RssAnon", "from_files": "RssFile"}
 
     def __enter__(self) -> HostPeak:
         self._start = self._now()
@@ -246,7 +249,7 @@ class HostPeak:
         except OSError:
             return None
         values = dict(line.split(":", 1) for line in lines if ":" in line)
-        return {name: int(values[field].split()[0]) * 1024 for name, field in self._FIELDS.items()}
+        return {name: int(values[field].split()[0]) * 1024 for name, field in _FIELDS_OF_STATUS.items()}
 
 
 def table(rows: list[dict]) -> str:

@@ -1,9 +1,10 @@
-"""What a change of LoRA costs: the distilled adapter's layout fused, its strength changed, taken out; seconds and bytes read.
+"""What a change of LoRA costs in seconds and bytes read: the distilled adapter's layout fused, rescaled, taken out.
 
     python3 dev.py bench lora [--gb 8] [--repeats 5] [--dir FOLDER] [--json FILE] [--tiny]
 
-Files are made here with random bytes: the published transformer with as few blocks as --gb allows (42 = the whole model), and an
-adapter of all its Linears but the connectors', rank min(450, in, out). Both are in the page cache when a run is timed.
+Files are made here with random bytes: the published transformer with as few blocks as --gb allows (42 = the whole
+model), and an adapter of all its Linears but the connectors', rank min(450, in, out). Both are in the page cache when a
+run is timed.
 """
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ _RANDOM_BYTES = 64 << 20
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--gb", type=float, default=8.0, help="size of the transformer; 5.7 is the least, 42 the whole model")
+    parser.add_argument("--gb", type=float, default=8.0, help="size of the transformer: 5.7 the least, 42 all of it")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dir", type=Path, help="where to make the files")
     arguments = parser.parse_args()

@@ -15,6 +15,7 @@ import statistics
 import torch
 from _fit import Point, judge_phase
 from _models import Models, clip_request, finish, markdown, open_models, parser_of, size_name
+
 from ltx_runtime.gpu_activity import measure_gpu_busy
 from ltx_runtime.sampler import prepare, sample
 from ltx_runtime.steps import denoise_step

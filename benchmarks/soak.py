@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from _models import Models, clip_request, finish, markdown, open_models, parser_of, plan_of_chunk, size_name
+
 from ltx_runtime import cuda_graph
 from ltx_runtime.parity import Digest, digest
 from ltx_runtime.sampler import SampleRequest, sample

@@ -80,12 +80,12 @@ def measure(model, size: str) -> dict:
     model.graphs.close()
     _, _, captured, _, first = render(model, size, "on")
     replay_steps, replay_gpu = [], []
-    equal = [torch.equal(a, b) for a, b in zip(eager, first)]
+    equal = [torch.equal(a, b) for a, b in zip(eager, first, strict=True)]
     for _ in range(2):
-        steps, gpu, account, _, graphed = render(model, size, "on")
+        steps, gpu, _, _, graphed = render(model, size, "on")
         replay_steps += steps
         replay_gpu += gpu
-        equal += [torch.equal(a, b) for a, b in zip(eager, graphed)]
+        equal += [torch.equal(a, b) for a, b in zip(eager, graphed, strict=True)]
     row = {
         "size": size,
         "eager_ms": statistics.median(eager_steps),
@@ -150,8 +150,10 @@ def profile(model, size: str) -> dict:
 def table(rows: list[dict]) -> str:
     """What CUPTI has not measured yet is `-`."""
     lines = [
-        "| size | eager ms | GPU ms (CUPTI) | busy | launches | graphed ms | graphed GPU ms | equal | copies, waits "
-        "| capture ms (warm-up + record + first replay) | graph MB | peak GB |",
+        (
+            "| size | eager ms | GPU ms (CUPTI) | busy | launches | graphed ms | graphed GPU ms | equal "
+            "| copies, waits | capture ms (warm-up + record + first replay) | graph MB | peak GB |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
@@ -180,10 +182,14 @@ def agreement(rows: list[dict], gap: dict) -> str:
     """GPU time by events against CUPTI, with the gaps between kernels in it and without; `auto`: as a render found
     it."""
     lines = [
-        f"queue pace {gap['pace_us']:.2f} us, of it {gap['shortest_kernel_us']:.2f} us kernel by CUPTI "
-        f"({SHORTEST_KERNEL_MS * 1e3:.2f} assumed); gap taken off {gap['gap_us']:.2f} us",
-        "| size | CUPTI ms | launches counted / CUPTI | auto ms | delayed_events ms (with gaps) "
-        "| queued_events ms (with gaps) |",
+        (
+            f"queue pace {gap['pace_us']:.2f} us, of it {gap['shortest_kernel_us']:.2f} us kernel by CUPTI "
+            f"({SHORTEST_KERNEL_MS * 1e3:.2f} assumed); gap taken off {gap['gap_us']:.2f} us"
+        ),
+        (
+            "| size | CUPTI ms | launches counted / CUPTI | auto ms | delayed_events ms (with gaps) "
+            "| queued_events ms (with gaps) |"
+        ),
         "|---|---|---|---|---|---|",
     ]
 

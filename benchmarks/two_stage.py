@@ -1,9 +1,9 @@
-"""The distilled two-stage render with sound, 384x256 -> 768x512, text and image to video: phases, and eager against graphed.
+"""The distilled two-stage render with sound, 384x256 -> 768x512, from text and image: phases, eager against graphed.
 
     python3 dev.py bench two_stage [t2v i2v] [--decoder conv|diffusion] [--replays 3] [--json FILE]
 
-Two requests (seed and prompt both differ) are rendered eager and, three times in turns, graphed; frames and waveform are
-compared bit for bit. Weights are random: times, memory and bits are real, pictures and sound are not.
+Two requests (seed and prompt both differ) are rendered eager and, three times in turns, graphed; frames and waveform
+are compared bit for bit. Weights are random: times, memory and bits are real, pictures and sound are not.
 """
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from ltx_runtime.sampler import sample
 from ltx_runtime.schedules import distilled_stage2_sigmas
 from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape
 from ltx_runtime.timing import Timeline
-
 
 DECODERS = {"conv": RandomVideoVAE, "diffusion": RandomDiffusionVAE}
 
@@ -78,7 +77,9 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def render(models: Models, kind: str, case: int, mode: str) -> tuple[torch.Tensor, torch.Tensor, list[dict], Timeline, float]:
+def render(
+    models: Models, kind: str, case: int, mode: str
+) -> tuple[torch.Tensor, torch.Tensor, list[dict], Timeline, float]:
     """Frames, waveform, graph accounts of both stages, timeline, wall ms."""
     timeline = Timeline(None, device=models.transformer.device)
     first = request("S0", seed=case, prompt=case)
@@ -153,10 +154,16 @@ def measure(models: Models, kind: str, replays: int) -> dict:
 def words(row: dict) -> str:
     lines = [
         f"## {row['kind']}: frames {row['frames']}, waveform {row['waveform']}",
-        f"frames and waveform graphed = eager: {row['frames_and_waveform_equal']} in {row['comparisons']} comparisons; "
-        f"requests differ: {row['the_two_requests_differ']}; saturated {row['saturated_share']:.1%}",
-        f"eager {row['eager_ms'][0]:.0f}-{row['eager_ms'][1]:.0f} ms, graphed {row['graphed_ms']:.0f} "
-        f"({row['graphed_range_ms'][0]:.0f}-{row['graphed_range_ms'][1]:.0f}) ms, graphed phases cover {row['graphed']['coverage']:.1%}",
+        (
+            f"frames and waveform graphed = eager: {row['frames_and_waveform_equal']} "
+            f"in {row['comparisons']} comparisons; "
+            f"requests differ: {row['the_two_requests_differ']}; saturated {row['saturated_share']:.1%}"
+        ),
+        (
+            f"eager {row['eager_ms'][0]:.0f}-{row['eager_ms'][1]:.0f} ms, graphed {row['graphed_ms']:.0f} "
+            f"({row['graphed_range_ms'][0]:.0f}-{row['graphed_range_ms'][1]:.0f}) ms, "
+            f"graphed phases cover {row['graphed']['coverage']:.1%}"
+        ),
         "| phase | count | eager ms | graphed ms | peak GB |",
         "|---|---|---|---|---|",
     ]

@@ -59,29 +59,29 @@ def chrome_trace(events: Iterable[dict], samples: Iterable[tuple[float, int, int
                     "args": {"allocated": round(end["mem_peak_bytes"] / 2**30, 4)},
                 }
             )
-    for event in events:
-        if event["event"] == "note":
-            trace.append(
-                {
-                    "ph": "i",
-                    "pid": _PROCESS,
-                    "tid": 0,
-                    "s": "p",
-                    "name": event["message"],
-                    "ts": us(event["t_ms"]),
-                    "args": event["attrs"],
-                }
-            )
-    for t_ms, gpu, memory in samples:
-        trace.append(
-            {
-                "ph": "C",
-                "pid": _PROCESS,
-                "name": "NVML utilisation %",
-                "ts": us(t_ms),
-                "args": {"gpu": gpu, "memory": memory},
-            }
-        )
+    trace.extend(
+        {
+            "ph": "i",
+            "pid": _PROCESS,
+            "tid": 0,
+            "s": "p",
+            "name": event["message"],
+            "ts": us(event["t_ms"]),
+            "args": event["attrs"],
+        }
+        for event in events
+        if event["event"] == "note"
+    )
+    trace.extend(
+        {
+            "ph": "C",
+            "pid": _PROCESS,
+            "name": "NVML utilisation %",
+            "ts": us(t_ms),
+            "args": {"gpu": gpu, "memory": memory},
+        }
+        for t_ms, gpu, memory in samples
+    )
     render = events[-1]["render"] if events else ""
     names = [{"ph": "M", "pid": _PROCESS, "tid": 0, "name": "process_name", "args": {"name": f"render {render}"}}]
     for name, tid in tracks.names():

@@ -788,11 +788,12 @@ def _alike_cases(outputs: Mapping[str, Digest]) -> str:
 
 
 def _numbers(arms: Sequence[Arm], results: Sequence[_ArmResult], tolerance: float, alike: str) -> dict[str, Any]:
-    comparisons = []
-    for arm in arms:
-        for trial in arm.trials:
-            for c in trial.comparisons:
-                comparisons.append({"arm": arm.name, "case": trial.case, "replay": trial.replay, **c.as_dict()})
+    comparisons = [
+        {"arm": arm.name, "case": trial.case, "replay": trial.replay, **c.as_dict()}
+        for arm in arms
+        for trial in arm.trials
+        for c in trial.comparisons
+    ]
     worst = None
     candidates = [(arm, *result.worst) for arm, result in zip(arms, results) if result.worst]
     if candidates:

@@ -453,7 +453,8 @@ def _gpu_share(event: Mapping, ends: Sequence[Mapping]) -> tuple[float | None, b
     Measuring stretches the wall of the step that is measured, so its GPU time stands against the wall of the eager
     step timed before it (`eager_wall_ms`); eager steps, which do the same work, take their share from there.
     """
-    if event["phase"] not in ("sample.measure", "sample.step") or event["phase"] == "sample.step" and event["gpu_busy"]:
+    eager = event["phase"] == "sample.step"
+    if not (eager or event["phase"] == "sample.measure") or (eager and event["gpu_busy"]):
         return event["gpu_busy"], True
     for e in ends:
         if e["phase"] == "sample.measure" and e["gpu_ms"] is not None and e["attrs"].get("eager_wall_ms"):
@@ -525,7 +526,7 @@ class _Axis:
                 sheet.text((x, bottom + 6), _tick(t, every), 16, FAINT, 120, anchor="ma")
                 last = x
         last = -math.inf
-        for start, end, pixels, words in self.hatched:
+        for start, _, pixels, words in self.hatched:
             x = self.x(start)
             _hatch(sheet, (x, top, x + pixels, bottom))
             if x + pixels / 2 - last > 90:
@@ -666,7 +667,7 @@ def _uncovered(stays: Sequence[Interval], covered: Sequence[Interval]) -> list[I
 
 
 def _colour(phase: str):
-    return PHASE_COLOURS.get(phase) or PHASE_COLOURS.get(phase.split(".")[0], FAINT)
+    return PHASE_COLOURS.get(phase) or PHASE_COLOURS.get(phase.split(".", maxsplit=1)[0], FAINT)
 
 
 def _time(ms: float) -> str:

@@ -18,7 +18,7 @@ AUDIO_LATENTS_PER_SECOND = 25
 
 def _neighbours(value: int, step: int, offset: int) -> str:
     """The nearest legal values of the grid step*k + offset, as words."""
-    below = max((value - offset) // step * step + offset, offset if offset else step)
+    below = max((value - offset) // step * step + offset, offset or step)
     above = below if below >= value else below + step
     return str(below) if below == above else f"{below} or {above}"
 

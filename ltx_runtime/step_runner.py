@@ -151,9 +151,9 @@ class StepRunner:
             elif self._in_flight is not None:
                 self._timeline.end(self._in_flight.phase, error=error)
         finally:
-            for kind in self._kinds.values():
-                if kind.recording is not None:
-                    kind.recording.forget_constants()
+            for known in self._kinds.values():
+                if known.recording is not None:
+                    known.recording.forget_constants()
         graphs = self._model.graphs
         self.account |= {
             "allocator": allocator_backend(),

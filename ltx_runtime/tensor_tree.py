@@ -7,7 +7,8 @@ key by itself. A new branch can't be written without its key this way.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 

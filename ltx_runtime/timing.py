@@ -371,7 +371,7 @@ class Timeline:
             try:
                 if self._file is None:
                     self.path.parent.mkdir(parents=True, exist_ok=True)
-                    self._file = open(self.path, "a", encoding="utf-8", newline="\n")
+                    self._file = open(self.path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115 - open while a phase is
                 self._file.write(_to_json(event) + "\n")
                 self._file.flush()
                 if not self._open:
@@ -528,7 +528,9 @@ def _plain(value: Any, where: str) -> Any:
 
 def is_table(value: Any) -> bool:
     """Whether an attribute of an event (copies by kind, kernels) is for the file and not for a line or a widget."""
-    return isinstance(value, dict) or isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value)
+    if isinstance(value, list):
+        return any(isinstance(item, (dict, list)) for item in value)
+    return isinstance(value, dict)
 
 
 def _readable(event: dict) -> str:

@@ -43,8 +43,7 @@ class LTXGraphExtension(ComfyExtension):
             try:
                 node = getattr(import_module(f".{module}", __package__), name)
                 node.GET_SCHEMA()
-            except Exception as error:
-                # Whatever a ComfyUI or Python update took away, the nodes that don't need it must load.
+            except Exception as error:  # noqa: BLE001 - whatever an update took away, nodes that don't need it must load
                 logger.error("node %s is not available: %s: %s", name, type(error).__name__, error)
                 continue
             usable.append(node)

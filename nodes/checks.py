@@ -26,7 +26,7 @@ def known_number(value: Any) -> int | float | None:
     return value if isinstance(value, (int, float)) else None
 
 
-def out_of_range(node: type[io.ComfyNode], **values: int | float | None) -> str | None:
+def out_of_range(node: type[io.ComfyNode], **values: float | None) -> str | None:
     """Why one of these inputs is beyond the limits in the node's schema; None when all are known to be inside.
 
     ComfyUI holds no input to its limits that validate_inputs names.

@@ -69,10 +69,11 @@ def read_conditioning(conditioning: Any, name: str, config: TransformerConfig) -
     notes = ()
     if frame_rate is None:
         frame_rate = DEFAULT_FRAME_RATE
-        notes = (
+        note = (
             f"{name} names no frame_rate: {DEFAULT_FRAME_RATE:g} is taken, as native ComfyUI does (LTXVConditioning "
-            f"sets it)",
+            "sets it)"
         )
+        notes = (note,)
     if not isinstance(frame_rate, Real) or not math.isfinite(frame_rate) or frame_rate <= 0:
         raise RequestError(f"{name}: frame_rate={frame_rate!r} must be a positive number of frames a second.")
     frame_rate = float(frame_rate)
@@ -82,10 +83,11 @@ def read_conditioning(conditioning: Any, name: str, config: TransformerConfig) -
             raise RequestError(f"{name}: {key} is a {type(value).__name__}; LTXVAddGuide writes something else there.")
     voice = _read_voice(settings, name)
     if voice is not None:
-        notes += (
+        note = (
             f"{name}: a reference voice of {voice.shape[1]} tokens conditions the sound. The identity guidance of "
-            f"LTXVReferenceAudio is in its model output, which LTX Graph does not take: it is off here",
+            "LTXVReferenceAudio is in its model output, which LTX Graph does not take: it is off here"
         )
+        notes += (note,)
     text = TextFeatures(features.float(), processed=not unprocessed)
     return Prompt(text, frame_rate, guides, voice, notes)
 

@@ -104,7 +104,7 @@ def log_handler(log_path: Callable[[str], Path]) -> Callable[[web.Request], Awai
 
     async def answer(request: web.Request) -> web.Response:
         render, most = request.match_info["render"], request.query.get("events")
-        if not RENDER_ID.fullmatch(render) or most is not None and not re.fullmatch("[0-9]{1,9}", most):
+        if not RENDER_ID.fullmatch(render) or (most is not None and not re.fullmatch("[0-9]{1,9}", most)):
             return web.json_response({"error": "this is no render id, or no number of events"}, status=400)
         path = log_path(render)
         try:

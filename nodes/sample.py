@@ -306,10 +306,11 @@ def _length_notes(num_frames: int, frame_rate: float, audio_frames: int) -> list
     """What to say when picture and sound end at different times."""
     if abs(audio_latent_frames(num_frames, frame_rate) - audio_frames) <= 1:
         return []
-    return [
+    note = (
         f"the sound lasts {audio_frames / AUDIO_LATENTS_PER_SECOND:.2f} s, the video {num_frames / frame_rate:.2f} s "
         f"at {frame_rate:g} frames a second; give the sound's latent and LTXVConditioning one frame rate"
-    ]
+    )
+    return [note]
 
 
 def read_sampler(sampler: Any) -> tuple[str, dict[str, float]]:

@@ -98,7 +98,7 @@ def renamed(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
         if stacked is None:
             found[name] = tensor
         else:
-            for target, piece in zip(STACKED[stacked], tensor.chunk(3)):
+            for target, piece in zip(STACKED[stacked], tensor.chunk(3), strict=True):
                 found[name.replace(stacked, target)] = piece
     return found
 

@@ -458,7 +458,8 @@ def test_on_records_at_once_and_a_result_outlives_the_next_replay(recorded, vae)
     latents = [random_latent(2, seed=seed) for seed in range(3)]
     waveforms = [recorded.decode(latent, cuda_graph="on") for latent in latents]
     assert recorded.graphs.counters.captures == 1
-    assert all(torch.equal(w, vae.decode(latent, cuda_graph="off")) for w, latent in zip(waveforms, latents))
+    for waveform, latent in zip(waveforms, latents, strict=True):
+        assert torch.equal(waveform, vae.decode(latent, cuda_graph="off"))
 
 
 def test_weights_that_were_read_again_are_recorded_again(recorded):
@@ -617,7 +618,7 @@ def test_configs_that_are_not_implemented_are_refused(change, words):
 
 
 def test_another_file_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="is the conv video VAE, not the audio VAE.*models/vae"):
+    with pytest.raises(CheckpointError, match=r"is the conv video VAE, not the audio VAE.*models/vae"):
         load_audio_vae(HERE / "goldens" / "video_vae_conv_tiny.safetensors", device="cpu")
 
 
@@ -626,5 +627,5 @@ def test_missing_tensors_are_reported_before_anything_is_read(tiny_file, tmp_pat
     del tensors["audio_vae.per_channel_statistics.std-of-means"]
     with safe_open(tiny_file, "pt") as file:
         save_file(tensors, tmp_path / "a.safetensors", file.metadata())
-    with pytest.raises(CheckpointError, match="missing: audio_vae.per_channel_statistics.std-of-means"):
+    with pytest.raises(CheckpointError, match=r"missing: audio_vae\.per_channel_statistics\.std-of-means"):
         AudioVAE(read_header(tmp_path / "a.safetensors"), device="cpu")

@@ -23,6 +23,7 @@ def run(name: str, *arguments: str) -> tuple[str, dict]:
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / f"{name}.py"), "--tiny", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        check=False,
         capture_output=True,
         text=True,
         encoding="utf-8",

@@ -153,7 +153,7 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsiz
 def test_other_files_are_refused_by_name(tmp_path, content, words):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="model.safetensors") as caught:
+    with pytest.raises(CheckpointError, match=r"model\.safetensors") as caught:
         read_header(path)
     assert words in str(caught.value)
 
@@ -202,7 +202,7 @@ ONE = {"t": entry("F32", [2], 0, 8)}
 )
 def test_absurd_headers_are_refused(tmp_path, header, data, length, words):
     path = raw_file(tmp_path / "bad.safetensors", header, data, length)
-    with pytest.raises(CheckpointError, match="bad.safetensors") as caught:
+    with pytest.raises(CheckpointError, match=r"bad\.safetensors") as caught:
         read_header(path)
     assert words in str(caught.value)
 
@@ -288,7 +288,7 @@ def test_a_missing_statistic_fails_at_load(tmp_path):
     del tensors["per_channel_statistics.std-of-means"]
     path = tmp_path / "vae.safetensors"
     save_file(tensors, path)
-    with pytest.raises(CheckpointError, match="missing: per_channel_statistics.std-of-means"):
+    with pytest.raises(CheckpointError, match=r"missing: per_channel_statistics\.std-of-means"):
         match_tensors(module_of(whole), read_header(path), {"": ""})
 
 

@@ -52,7 +52,7 @@ def test_slices_lie_on_the_track_of_their_node_and_nest():
     assert in_flight == {"prepare.constants"} and ("Sampler", "sample.step 0") in by_track
     for tid in names:
         spans = sorted((s["ts"], s["ts"] + s["dur"]) for s in slices(trace) if s["tid"] == tid)
-        for i, (start, stop) in enumerate(spans):
+        for i, (_, stop) in enumerate(spans):
             for other_start, other_stop in spans[i + 1 :]:
                 assert other_start >= stop - 0.01 or other_stop <= stop + 0.01, "half-overlapping slices on one track"
 

@@ -52,7 +52,7 @@ def test_round_trip_keeps_every_bit_and_type(tmp_path):
     save_conditioning(path, entries)
     loaded = load_conditioning(path)
     assert len(loaded) == len(entries)
-    for (cond, values), (loaded_cond, loaded_values) in zip(entries, loaded):
+    for (cond, values), (loaded_cond, loaded_values) in zip(entries, loaded, strict=True):
         assert same(cond, loaded_cond)
         assert values.keys() == loaded_values.keys()
         assert all(same(values[key], loaded_values[key]) for key in values)

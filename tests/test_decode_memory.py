@@ -151,7 +151,7 @@ def test_memory_that_cuda_or_its_libraries_ran_out_of_counts_and_other_errors_do
     assert torch.equal(decoder.vae.decode(decoder.latent), decoder.frames(1))
     monkeypatch.undo()
     run_out_of_memory(monkeypatch, decoder.vae, [LAST], RuntimeError)
-    with pytest.raises(RuntimeError, match="^injected at piece 2$"):
+    with pytest.raises(RuntimeError, match=r"^injected at piece 2$"):
         decoder.vae.decode(decoder.latent)
     assert is_out_of_memory(RuntimeError("CUDNN_STATUS_ALLOC_FAILED"))
     assert not is_out_of_memory(ValueError("out of memory"))
@@ -189,12 +189,11 @@ def test_a_whole_clip_of_the_diffusion_decoder_tells_its_progress_and_can_be_can
     assert torch.equal(decoder.vae.decode(decoder.latent), decoder.frames(0))
 
 
-def test_tiles_tell_their_progress_too(decoders):
-    for kind in ("conv", "diffusion"):
-        decoder = decoders[kind]
-        told = []
-        decoder.vae.decode(decoder.latent, plan=decoder.plans[-1], on_progress=lambda done, most: told.append(done))
-        assert len(told) > 2 and told == sorted(set(told)) and told[-1] == len(decoder.frames(0))
+@pytest.mark.parametrize("kind", ["conv", "diffusion"])
+def test_tiles_tell_their_progress_too(decoders, kind):
+    decoder, told = decoders[kind], []
+    decoder.vae.decode(decoder.latent, plan=decoder.plans[-1], on_progress=lambda done, most: told.append(done))
+    assert len(told) > 2 and told == sorted(set(told)) and told[-1] == len(decoder.frames(0))
 
 
 # --- range and layout -----------------------------------------------------------------------------------------------
@@ -244,7 +243,7 @@ def test_making_pages_never_overwrites_what_was_copied(small_pages, monkeypatch,
         source = torch.randn(50, 30, 40, 3, generator=torch.Generator().manual_seed(run))
         host = torch.full_like(source, float("nan"))
         with HostWriter(host) as writer:
-            parts = list(zip(source.view(-1).split(5000), host.view(-1).split(5000)))
+            parts = list(zip(source.view(-1).split(5000), host.view(-1).split(5000), strict=True))
             copies = [writer.copy(*part, lambda: None) for part in parts[::-1]]  # against the order of the pages
             for copy in copies:
                 copy.result()

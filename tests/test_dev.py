@@ -55,7 +55,7 @@ def test_a_step_is_tried_again(tmp_path, monkeypatch):
 
 def test_comfyui_dir_that_is_no_comfyui(tmp_path, monkeypatch):
     monkeypatch.setenv("COMFYUI_DIR", str(tmp_path))
-    with pytest.raises(dev.CommandFailed, match="main.py"):
+    with pytest.raises(dev.CommandFailed, match=r"main\.py"):
         dev.ensure_comfyui()
 
 

@@ -100,7 +100,7 @@ def test_contexts_of_another_model_and_none_are_refused(head):
 
 
 def test_another_kind_of_file_is_named_and_a_missing_tensor_too(tmp_path):
-    with pytest.raises(CheckpointError, match="is a latent upscaler, not the duration head.*models/model_patches"):
+    with pytest.raises(CheckpointError, match=r"is a latent upscaler, not the duration head.*models/model_patches"):
         load_duration_head(GOLDENS / "latent_upsampler_spatial_x2_tiny.safetensors", device="cpu")
     tensors = load_file(TINY)
     del tensors["duration_head.mlp_out.bias"]

@@ -34,8 +34,8 @@ def _golden_cases(folder: Path) -> list:
         if kind == WEIGHTS_KIND:
             continue
         module = _kind_module(kind)
-        for case in module.cases(path) if module else ["*"]:
-            params.append(pytest.param(path, kind, case, id=f"{path.stem}:{case}"))
+        cases = module.cases(path) if module else ["*"]
+        params.extend(pytest.param(path, kind, case, id=f"{path.stem}:{case}") for case in cases)
     return params
 
 

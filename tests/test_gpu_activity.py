@@ -10,8 +10,8 @@ from ltx_runtime.gpu_activity import ActivityRecord, Memcpy, _read_records, meas
 MS = 1_000_000
 
 
-def record(kind, name, start_ms, end_ms, bytes=None):
-    return ActivityRecord(kind, name, int(start_ms * MS), int(end_ms * MS), bytes)
+def record(kind, name, start_ms, end_ms, size_bytes=None):
+    return ActivityRecord(kind, name, int(start_ms * MS), int(end_ms * MS), size_bytes)
 
 
 def host(name, at_ms):

@@ -38,8 +38,14 @@ def test_equal_layouts_with_other_contents_share_a_key(inputs):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda i: replace(i, stream=replace(i.stream, x=torch.zeros(2, 4))), "stream.x: [2, 3] float32 -> [2, 4] float32"),
-        (lambda i: replace(i, stream=replace(i.stream, x=torch.zeros(2, 3).double())), "stream.x: [2, 3] float32 -> [2, 3] float64"),
+        (
+            lambda i: replace(i, stream=replace(i.stream, x=torch.zeros(2, 4))),
+            "stream.x: [2, 3] float32 -> [2, 4] float32",
+        ),
+        (
+            lambda i: replace(i, stream=replace(i.stream, x=torch.zeros(2, 3).double())),
+            "stream.x: [2, 3] float32 -> [2, 3] float64",
+        ),
         (lambda i: replace(i, stream=replace(i.stream, x=torch.zeros(3, 2).T)), "stream.x.stride: (3, 1) -> (1, 2)"),
         (lambda i: replace(i, stream=replace(i.stream, noise=None)), "stream.noise: [2, 3] float32 -> None"),
         (lambda i: replace(i, stream=replace(i.stream, enabled=False)), "stream.enabled: True -> False"),

@@ -275,7 +275,7 @@ def test_settings_without_meaning_are_refused_by_name(spec, words):
 
 
 def test_cfg_without_a_negative_prompt_is_refused_before_any_work():
-    with pytest.raises(RequestError, match="audio guidance: cfg_scale=7.0 needs a negative prompt"):
+    with pytest.raises(RequestError, match=r"audio guidance: cfg_scale=7\.0 needs a negative prompt"):
         sampled(tiny_request(negative=None, guidance=Guidance(GuidanceSpec(), GuidanceSpec(7.0))))
     sampled(tiny_request(negative=None, guidance=Guidance(GuidanceSpec(**STG), GuidanceSpec())))
 

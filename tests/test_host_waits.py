@@ -35,7 +35,7 @@ def in_another_thread(fn):
         lambda x: float(x.sum()),
         lambda x: x.tolist(),
         lambda x: x.nonzero(),
-        lambda x: torch.nonzero(x),
+        torch.nonzero,
         lambda x: x[x > 0],
         lambda x: x[0, x[0] > 0],
         lambda x: x.__setitem__(x > 0, torch.zeros(3)),
@@ -92,6 +92,6 @@ def test_a_strict_process_still_only_collects(mode):
 
 def test_the_switch_is_set_back_after_an_error(mode):
     mode["mode"] = "error"
-    with pytest.raises(ValueError), host_waits_seen():
-        raise ValueError
+    with pytest.raises(ValueError, match="mine"), host_waits_seen():
+        raise ValueError("mine")
     assert mode["mode"] == "error"

@@ -41,10 +41,13 @@ def test_copies_are_added_up_by_direction():
 
 
 def test_one_copy_of_unknown_size_makes_the_sum_unknown():
-    activity = seen(("HtoD (Pinned -> Device)", 10), ("HtoD (Pageable -> Device)", None), ("DtoH (Device -> Pinned)", 7))
+    activity = seen(
+        ("HtoD (Pinned -> Device)", 10), ("HtoD (Pageable -> Device)", None), ("DtoH (Device -> Pinned)", 7)
+    )
     assert (activity["host_to_device_bytes"], activity["device_to_host_bytes"]) == (None, 7)
     words = judge_activity(activity, FLAGS, STEPS, 1.0).words
-    assert "between the kernels of a step an unknown number of bytes to the device, 7 bytes to the host, 0 waits" in words
+    counted = "between the kernels of a step an unknown number of bytes to the device, 7 bytes to the host, 0 waits"
+    assert counted in words
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_tiny_official_file_has_every_linear_of_the_denoiser_and_none_of_the_con
         lambda name: name.removeprefix("diffusion_model."),
         lambda name: name.replace("diffusion_model.", "transformer."),
         lambda name: name.replace("lora_A", "lora_down").replace("lora_B", "lora_up"),
-        lambda name: kohya_name(name),
+        kohya_name,
     ],
     ids=["model.diffusion_model.", "none", "transformer.", "down/up", "kohya"],
 )
@@ -425,7 +425,7 @@ def test_weights_that_can_not_be_brought_back_are_evicted(files, model, monkeypa
     with pytest.raises(Stop):
         model.set_loras([LoraSpec(files["B"], 1.0)], on_progress=stop)
     assert not model.resident
-    with pytest.raises(CheckpointError, match="mine.safetensors: no such file"):
+    with pytest.raises(CheckpointError, match=r"mine\.safetensors: no such file"):
         model.ensure_resident()
     assert not model.resident
     (tmp_path / "away.safetensors").rename(path)
@@ -439,7 +439,7 @@ def test_an_adapter_that_changed_while_evicted_is_refused_by_the_load(files, sha
     model.set_loras([LoraSpec(path, 1.0)])
     model.evict()
     os.utime(path, ns=(0, 1))
-    with pytest.raises(CheckpointError, match="mine.safetensors changed on disk since it was opened"):
+    with pytest.raises(CheckpointError, match=r"mine\.safetensors changed on disk since it was opened"):
         model.ensure_resident()
     assert not model.resident
     model.set_loras(())
@@ -447,7 +447,7 @@ def test_an_adapter_that_changed_while_evicted_is_refused_by_the_load(files, sha
     assert_equal(weights(model), fresh(files))
 
 
-# --- renders (cases A5 to A7, eager; with capture on: tests/gpu/test_lora_capture.py) -----------------------------------------
+# --- renders (cases A5 to A7, eager; with capture on: tests/gpu/test_lora_capture.py) ---
 
 
 @pytest.fixture(scope="module")

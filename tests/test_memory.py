@@ -1,4 +1,4 @@
-"""Memory asked for before a render, against peaks that other implementations were measured at (h200_baseline.md section 3)."""
+"""Memory asked for before a render, against peaks measured on other implementations (h200_baseline.md section 3)."""
 from __future__ import annotations
 
 import json

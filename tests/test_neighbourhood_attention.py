@@ -80,9 +80,9 @@ def test_a_window_that_does_not_fit_is_refused(window):
 
 def test_tensors_that_do_not_belong_together_are_refused():
     q, k, v = random_qkv((5, 5, 5), 1, 16, torch.float32)
-    with pytest.raises(ShapeError, match="keys: .*expected as the queries"):
+    with pytest.raises(ShapeError, match=r"keys: .*expected as the queries"):
         neighbourhood_attention(q, k[:, 1:], v, (3, 3, 3))
-    with pytest.raises(ShapeError, match="values: .*float64"):
+    with pytest.raises(ShapeError, match=r"values: .*float64"):
         neighbourhood_attention(q, k, v.double(), (3, 3, 3))
     with pytest.raises(ShapeError, match="out: strides"):
         neighbourhood_attention(q, k, v, (3, 3, 3), out=torch.empty_like(q).transpose(1, 2))

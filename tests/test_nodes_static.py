@@ -12,17 +12,17 @@ from ltx_runtime.tiny import POSITIVE_FILE, TRANSFORMER_FILE, VIDEO_VAE_FILE
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
-# Core nodes that bundled workflows may use: each exists unchanged from ComfyUI 0.30 to 0.33. MarkdownNote is the frontend's.
+# Core nodes that bundled workflows may use: unchanged from ComfyUI 0.30 to 0.33. MarkdownNote is the frontend's.
 CORE_NODES = {
     "CLIPLoader", "CLIPTextEncode", "CreateVideo", "GetVideoComponents", "LTXVAddGuide", "LTXVConcatAVLatent",
-    "LTXVConditioning", "LTXVCropGuides", "LTXVPreprocess", "LTXVSeparateAVLatent", "LoadAudio", "LoadImage", "LoadVideo",
-    "MarkdownNote", "PreviewAny", "PrimitiveFloat", "PrimitiveInt", "SamplerEulerAncestral", "SaveImage", "SaveVideo",
-    "VAELoader",
+    "LTXVConditioning", "LTXVCropGuides", "LTXVPreprocess", "LTXVSeparateAVLatent", "LoadAudio", "LoadImage",
+    "LoadVideo", "MarkdownNote", "PreviewAny", "PrimitiveFloat", "PrimitiveInt", "SamplerEulerAncestral",
+    "SaveImage", "SaveVideo", "VAELoader",
 }
 # Folders of the published files, by the input that names one.
 MODEL_FOLDERS = {
-    "unet_name": "diffusion_models", "vae_name": "vae", "clip_name": "text_encoders", "model_name": "latent_upscale_models",
-    "lora_name": "loras",
+    "unet_name": "diffusion_models", "vae_name": "vae", "clip_name": "text_encoders",
+    "model_name": "latent_upscale_models", "lora_name": "loras",
 }
 TITLE_HEIGHT = 30
 
@@ -36,8 +36,8 @@ def node_ids() -> dict[str, str]:
     found = {}
     for tree in sources().values():
         for cls in (n for n in tree.body if isinstance(n, ast.ClassDef)):
-            for call in (n for n in ast.walk(cls) if isinstance(n, ast.Call)):
-                found |= {cls.name: k.value.value for k in call.keywords if k.arg == "node_id"}
+            keywords = [k for n in ast.walk(cls) if isinstance(n, ast.Call) for k in n.keywords]
+            found.update((cls.name, k.value.value) for k in keywords if k.arg == "node_id")
     return found
 
 
@@ -74,14 +74,14 @@ def test_every_node_has_a_help_page():
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: path.name)
 def test_only_host_touches_comfyui_services(path):
-    allowed = {"comfy_api"}
+    allowed, services = {"comfy_api"}, {"folder_paths", "latent_preview", "nodes", "server", "execution"}
     for node in ast.walk(sources()[path]):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.level == 0:
             names = [node.module]
         for name in (n.split(".")[0] for n in names):
             assert not name.startswith("comfy") or name in allowed, f"{path.name} imports {name}"
-            assert name not in {"folder_paths", "latent_preview", "nodes", "server", "execution"}, f"{path.name} imports {name}"
+            assert name not in services, f"{path.name} imports {name}"
     if path.name != "host.py":
         assert "import_module" not in path.read_text(encoding="utf-8") or path.name == "__init__.py"
 

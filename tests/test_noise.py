@@ -1,4 +1,4 @@
-"""Noise: seeds at the end of what ComfyUI's seed box takes, the statistics of res_2s, the order of the reference's draws."""
+"""Noise: seeds at the end of what ComfyUI's seed box takes, statistics of res_2s, order of the reference's draws."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_a_process_that_can_not_go_on_gives_no_verdict(models, request_, graphed
 
 
 def test_a_decoder_that_differs_is_found_without_a_rerun(models, request_, graphed_arm, monkeypatch):
-    transformer, vae = models
+    _transformer, vae = models
     real, calls = vae.decode_raw, []
 
     def spoiled(latent, **settings):

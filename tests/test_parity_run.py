@@ -253,7 +253,8 @@ def test_the_hosts_refusal_is_the_reason(models, request_):
 
 def test_a_sampler_that_the_host_forbids_graphs_is_no_graphed_arm(models, request_):
     off, refused = (
-        sample(models[0], request_, cuda_graph=mode, graphs_refused="graphs forbidden").graph for mode in ("off", "auto")
+        sample(models[0], request_, cuda_graph=mode, graphs_refused="graphs forbidden").graph
+        for mode in ("off", "auto")
     )
     assert off["requested"] == "off" and "fallback" not in off
     assert (refused["requested"], refused["mode"], refused["fallback"]) == ("auto", "eager", "graphs forbidden")

@@ -31,7 +31,7 @@ def picture_of(a, b, **options) -> np.ndarray:
 def levels(image: torch.Tensor) -> np.ndarray:
     """IMAGE to (H, W, 3) uint8, after checking that it is an IMAGE."""
     assert image.dtype == torch.float32 and image.dim() == 4 and image.shape[0] == 1 and image.shape[3] == 3
-    assert 0 <= float(image.min()) and float(image.max()) <= 1
+    assert float(image.min()) >= 0 and float(image.max()) <= 1
     return (image[0] * 255).round().to(torch.uint8).numpy()
 
 

@@ -119,7 +119,7 @@ def problems(document: Any, fields: dict[str, str], path: str = "") -> list[str]
         if document is None:
             return [] if kind.endswith("?") else [f"{path} is null"]
         kind = kind.rstrip("?")
-        fine = kind == "any" or isinstance(document, TYPES[kind]) and (kind == "bool") == isinstance(document, bool)
+        fine = kind == "any" or (isinstance(document, TYPES[kind]) and (kind == "bool") == isinstance(document, bool))
         return [] if fine else [f"{path} is {type(document).__name__}, documented as {kind}"]
     if isinstance(document, list):
         return [p for item in document for p in problems(item, fields, f"{path}[]")]
@@ -296,7 +296,7 @@ def test_what_the_profiler_saw_is_in_the_report_as_documented():
     ],
 )
 def test_the_head_of_the_report_carries_the_worst_answer(answers, arm, resident):
-    arms = {name: with_activity(measured(answer)) for name, answer in zip(("eager", "graphed"), answers)}
+    arms = {name: with_activity(measured(answer)) for name, answer in zip(("eager", "graphed"), answers, strict=True)}
     report = json_report(verdict(), arms)
     assert (report["residency"]["arm"], report["residency"]["resident"]) == (arm, resident)
     words = {True: "yes", False: "no", None: "not known"}[resident]

@@ -429,7 +429,7 @@ def test_a_retake_generates_its_region_only(convention, clip, sound):
     assert (result.video - clip)[:, :, ~kept].abs().max() > 0.1
     heard = audio.denoise_mask.flatten() == 0
     assert 0 < heard.sum() < 7 and (result.audio - sound)[:, :, heard].abs().max() <= tolerance
-    with pytest.raises(RequestError, match="the region from 3 to 4 s holds nothing of this clip, which lasts 0.71 s"):
+    with pytest.raises(RequestError, match=r"the region from 3 to 4 s holds nothing of this clip, which lasts 0\.71 s"):
         temporal_region(plain_video(clip), 3, 4)
 
 
@@ -475,7 +475,7 @@ def test_mask_values_outside_their_range_are_refused(value, words):
 def test_guides_outside_the_clip_are_refused(image):
     """17 frames are 0 to 16."""
     for frame in (17, 40):
-        with pytest.raises(RequestError, match="is outside the clip, which lasts 0.708 s"):
+        with pytest.raises(RequestError, match=r"is outside the clip, which lasts 0\.708 s"):
             sampled(tiny_request(video=append_keyframe(plain_video(), frame, image, FPS)))
     with pytest.raises(RequestError, match="is outside the clip"):
         sampled(tiny_request(video=append_slots(plain_video(), (4, 17), FPS)))

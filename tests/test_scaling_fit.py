@@ -42,9 +42,16 @@ def test_no_part_is_negative_and_what_does_not_fit_shows_in_the_error():
     assert falling.slope == 0 and falling.constant > 0
 
 
-@pytest.mark.parametrize(("x", "y"), [([5, 5], [1, 2]), ([1, 2], [1]), ([1, 2], [0, 1])])
-def test_what_can_not_be_fitted_is_refused(x, y):
-    with pytest.raises(ValueError):
+@pytest.mark.parametrize(
+    ("x", "y", "words"),
+    [
+        ([5, 5], [1, 2], r"2 sizes \(1 different\) and 2 costs"),
+        ([1, 2], [1], r"2 sizes \(2 different\) and 1 costs"),
+        ([1, 2], [0, 1], "not positive"),
+    ],
+)
+def test_what_can_not_be_fitted_is_refused(x, y, words):
+    with pytest.raises(ValueError, match=words):
         fit_cost(x, y)
 
 

@@ -29,7 +29,7 @@ def diffusion_grid(tmp_path_factory) -> DecodeGrid:
 
 
 def blended(spans) -> torch.Tensor:
-    """(frames, rows, columns): True where the blend itself mixes several tiles, found as the variance of their numbers."""
+    """(frames, rows, columns): True where the blend itself mixes tiles, found as the variance of their numbers."""
     numbers: dict[tuple, int] = {}
 
     def mean(power: int) -> torch.Tensor:
@@ -48,13 +48,15 @@ def blended(spans) -> torch.Tensor:
 def masks(layout: TileOverlaps) -> torch.Tensor:
     """True where the layout says that tiles overlap."""
     on_axis = [torch.zeros(size, dtype=torch.bool) for size in layout.size]
-    for mask, ranges in zip(on_axis, layout.shared):
+    for mask, ranges in zip(on_axis, layout.shared, strict=True):
         for first, last in ranges:
             mask[first:last] = True
     return on_axis[0][:, None, None] | on_axis[1][:, None] | on_axis[2]
 
 
-@pytest.mark.parametrize("tiling", [Tiling((2, 2, 3), (1, 1, 1)), Tiling((0, 3, 4), (0, 1, 2)), Tiling((3, 0, 0), (1, 0, 0))])
+@pytest.mark.parametrize(
+    "tiling", [Tiling((2, 2, 3), (1, 1, 1)), Tiling((0, 3, 4), (0, 1, 2)), Tiling((3, 0, 0), (1, 0, 0))]
+)
 def test_overlaps_of_the_conv_decoder_are_where_tiles_are_blended(tiling):
     spans = latent_spans((5, 5, 7), tiling)
     layout = TileOverlaps.of(spans, [slice(0, axis[-1].last) for axis in spans])
@@ -158,7 +160,8 @@ def test_the_tiled_arm_is_in_question_on_either_socket(swapped):
     outcome = judge_clips(clips, None, (AUTO, AUTO), settings, tiles, tolerance=0.0)
     words = outcome.verdict.words
     assert outcome.verdict.status == DIFFERENT and not outcome.verdict.bit_exact
-    assert words.startswith("different: decode 4 tiles sharing 2 frames, 4 px differs from decode whole clip in frames: ")
+    tiled = "decode 4 tiles sharing 2 frames, 4 px"
+    assert words.startswith(f"different: {tiled} differs from decode whole clip in frames: ")
     assert "; the difference sits at the seams: mean 0.05 where tiles overlap" in words
     assert "mean 0.05" in words and outcome.seams.at_seams
     numbers = outcome.verdict.numbers
@@ -169,10 +172,13 @@ def test_the_tiled_arm_is_in_question_on_either_socket(swapped):
 
 def test_within_a_tolerance_is_not_called_equal():
     pair = differing(masks(LAYOUT), 0.05, 0.01)
-    outcome = judge_clips(pair, None, (AUTO, AUTO), (WHOLE, TILED), (None, LAYOUT), tolerance=0.06)
-    assert outcome.verdict.status == WITHIN_TOLERANCE and not outcome.verdict.bit_exact
-    assert "within 0.06 of" in outcome.verdict.words and "bit for bit" not in outcome.verdict.words
-    assert judge_clips(pair, None, (AUTO, AUTO), (WHOLE, TILED), (None, LAYOUT), tolerance=0.04).verdict.status == DIFFERENT
+    within, beyond = (
+        judge_clips(pair, None, (AUTO, AUTO), (WHOLE, TILED), (None, LAYOUT), tolerance=tolerance).verdict
+        for tolerance in (0.06, 0.04)
+    )
+    assert within.status == WITHIN_TOLERANCE and not within.bit_exact
+    assert "within 0.06 of" in within.words and "bit for bit" not in within.words
+    assert beyond.status == DIFFERENT
 
 
 def test_tiles_that_change_nothing_are_equal_bit_for_bit_at_any_tolerance():
@@ -197,7 +203,7 @@ def test_the_picture_marks_where_tiles_overlap():
         return int(((picture[0] - colour).abs().amax(-1) < 1e-3).sum())
 
     assert marked() == 0
-    # Columns 10 to 13 of 24, above and below two panels, 5 pixels thick; the strip's and the legend's marks come on top.
+    # Columns 10 to 13 of 24, above and below two panels, 5 pixels thick, beside the strip's and the legend's marks.
     panel = (1600 - 2 * 28 - 3 * 16) // 4
     assert marked(seams=outcome.seams) > 4 * 5 * panel * 4 / 24
 

@@ -109,7 +109,7 @@ class Recording:
 def test_a_render_never_drops_its_own_recordings(model, monkeypatch):
     """Four kinds of steps under a bound of one recording's memory; the next render finds them all."""
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(step_runner, "_recorded_event", lambda: Event())
+    monkeypatch.setattr(step_runner, "_recorded_event", Event)
 
     def record(fn, constants, inputs, stream, device, phase):
         return Recording(cuda_graph.CaptureReport(), fn), fn(constants, inputs)

@@ -35,7 +35,7 @@ def test_res_2s_ends_above_zero_and_takes_the_prediction_there():
     assert float(plan[-1].sigma) == pytest.approx(RES_2S_LAST_SIGMA) and plan[-2].sigma_next == plan[-1].sigma
     assert [step.sampler for step in sampler_steps("res_2s", torch.tensor([1.0, 0.5]))] == ["res_2s"]
     assert [step.sampler for step in sampler_steps("euler", torch.tensor([1.0, 0.5, 0.0]))] == ["euler"] * 2
-    with pytest.raises(RequestError, match="must be above it, got 0.001"):
+    with pytest.raises(RequestError, match=r"must be above it, got 0\.001"):
         sampler_steps("res_2s", torch.tensor([1.0, 0.001, 0.0]))
 
 

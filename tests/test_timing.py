@@ -87,7 +87,7 @@ def test_attributes_become_valid_json(tmp_path):
 
 def test_a_tensor_is_refused_and_leaves_no_phase_open():
     timeline = Timeline(None)
-    with pytest.raises(TypeError, match="sample.step.sigma: a tensor"):
+    with pytest.raises(TypeError, match=r"sample\.step\.sigma: a tensor"):
         timeline.begin("sample.step", sigma=torch.ones(1))
     timeline.child()
     assert timeline.events == ()
@@ -95,7 +95,7 @@ def test_a_tensor_is_refused_and_leaves_no_phase_open():
 
 @pytest.mark.parametrize("name", ["sample.steps", "load", "segment", "decode", "prepare"])
 def test_a_name_outside_the_list_is_refused(name):
-    with pytest.raises(ValueError, match="is not a phase of the log. Known: .*sample.step"):
+    with pytest.raises(ValueError, match=r"is not a phase of the log\. Known: .*sample\.step"):
         Timeline(None).begin(name)
 
 
@@ -207,7 +207,7 @@ def test_gpu_time_needs_its_method_and_gives_busy():
     phase = timeline.begin("sample.replay")
     time.sleep(0.01)
     phase.gpu_ms, phase.gpu_method = 5.0, "stopwatch"
-    with pytest.raises(ValueError, match="stopwatch.*cupti"):
+    with pytest.raises(ValueError, match=r"stopwatch.*cupti"):
         timeline.end(phase)
     phase.gpu_method = "graph_events"
     timeline.end(phase)

@@ -10,8 +10,8 @@ from ltx_runtime.timing import Timeline
 
 
 def render(path) -> Timeline:
-    """All that a trace can hold: a load from before, several nodes, steps in flight, a capture, chunks, tiles, notes, an
-    error."""
+    """All that a trace can hold: a load from before, several nodes, steps in flight, a capture, chunks, tiles, notes,
+    an error."""
     loader = Timeline(None)
     with loader.phase("load.read", file="a.safetensors"):
         pass

@@ -128,7 +128,7 @@ def test_levels_per_distinct_value_equal_levels_per_token(model):
     for c in (constants, per_token):
         modulation = model.modulation(c, torch.tensor(0.6))
         results.append(model(video.initial, audio.initial, c, modulation))
-    for distinct, full in zip(*results):
+    for distinct, full in zip(*results, strict=True):
         assert worst_error(distinct, full) < TOLERANCE
 
 
@@ -145,7 +145,7 @@ def test_sigma_per_sample_with_several_mask_values_equals_each_sample_alone(mode
             return dataclasses.replace(state, shape=dataclasses.replace(state.shape, batch=1))
 
         alone = run(model, one(video), one(audio), {k: v[sample] for k, v in contexts.items()}, sigmas[sample])
-        for batched, single in zip(together, alone):
+        for batched, single in zip(together, alone, strict=True):
             assert worst_error(batched[sample], single) < TOLERANCE
 
 

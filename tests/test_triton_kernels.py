@@ -94,7 +94,7 @@ def split_norm_rope_error(head_dim, dtype) -> float:
         k, v = (torch.zeros(count, heads, head_dim, dtype=dtype) for _ in range(2))
         module.split_norm_rope(qkv, *weights, tables, first, q[:, 1:3], k, v)
         results.append((q, k, v))
-    return worst_of((a.double() - b.double()).abs().max() for a, b in zip(*results))
+    return worst_of((a.double() - b.double()).abs().max() for a, b in zip(*results, strict=True))
 
 
 def rms_norm_error(channels, dtype) -> float:
@@ -186,7 +186,7 @@ def conv_errors(shape, widths, dtype) -> Iterator[tuple[str, float]]:
                 result = run(*given)
             changed = [x._base for x in given if x is not None and x.ndim == 5]
             results.append(changed if result is None else [result])
-        differences = [(a.double() - b.double()).abs().max() for a, b in zip(*results)]
+        differences = [(a.double() - b.double()).abs().max() for a, b in zip(*results, strict=True)]
         return torch.stack(differences).max().item()
 
     def finish(keep, activate):
@@ -213,13 +213,13 @@ def conv_errors(shape, widths, dtype) -> Iterator[tuple[str, float]]:
         for channels in (3, 128):
             x, b = activations(channels * growth), bias(channels * growth)
             for skip in range(stride[0]):
-                run = lambda x, b, skip=skip, stride=stride: conv_pointwise.depth_to_space(x, b, stride, skip)
-                yield f"depth_to_space {stride} {channels} {skip}", error(run, x, b)
+                name = f"depth_to_space {stride} {channels} {skip}"
+                yield name, error(lambda x, b, s=skip, by=stride: conv_pointwise.depth_to_space(x, b, by, s), x, b)
         grid = [size * step for size, step in zip((frames, height, width), stride)]
         for channels, group in ((5, 1), (64, growth)):
-            main, skip = activations(channels, *grid), activations(channels * group, *grid)
-            run = lambda main, b, skip, stride=stride: conv_pointwise.add_space_to_depth(main, b, skip, stride)
-            yield f"add_space_to_depth {stride} {channels} {group}", error(run, main, bias(channels), skip)
+            given = activations(channels, *grid), bias(channels), activations(channels * group, *grid)
+            name = f"add_space_to_depth {stride} {channels} {group}"
+            yield name, error(lambda *given, by=stride: conv_pointwise.add_space_to_depth(*given, by), *given)
 
 
 def conv_network_errors() -> Iterator[tuple[str, float]]:

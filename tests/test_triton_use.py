@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,10 +19,9 @@ CPU, SECOND = torch.device("cpu"), torch.device("cuda", 1)
 
 
 @pytest.fixture(autouse=True)
-def fresh_process(monkeypatch) -> Iterator[None]:
+def fresh_process(monkeypatch) -> None:
     monkeypatch.setattr(triton_use, "_failures", {})
     monkeypatch.setattr(triton_use, "_used", set())
-    yield
 
 
 @pytest.fixture

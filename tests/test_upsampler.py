@@ -150,12 +150,12 @@ def test_a_latent_that_is_not_finite_is_refused(upsampler, statistics):
 def test_weights_that_overflow_are_named(statistics):
     upsampler = load_upsampler(FILES["spatial"], device="cpu", dtype=torch.float32)
     upsampler.module.final_conv.bias.data.fill_(float("inf"))
-    with pytest.raises(NonFiniteError, match="latent_upsampler_spatial_x2_tiny.safetensors is damaged"):
+    with pytest.raises(NonFiniteError, match=r"latent_upsampler_spatial_x2_tiny\.safetensors is damaged"):
         upsampler.upscale(random_latent(), statistics)
 
 
 def test_another_kind_of_file_is_named():
-    with pytest.raises(CheckpointError, match="is the conv video VAE, not a latent upscaler.*latent_upscale_models"):
+    with pytest.raises(CheckpointError, match=r"is the conv video VAE, not a latent upscaler.*latent_upscale_models"):
         load_upsampler(VAE, device="cpu")
 
 
@@ -186,5 +186,5 @@ def test_a_missing_tensor_is_named(tmp_path):
     path = rewritten(
         FILES["spatial"], tmp_path / "u.safetensors", tensors=lambda tensors: tensors.pop("final_conv.bias")
     )
-    with pytest.raises(CheckpointError, match="missing: final_conv.bias"):
+    with pytest.raises(CheckpointError, match=r"missing: final_conv\.bias"):
         load_upsampler(path, device="cpu")

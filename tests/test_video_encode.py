@@ -191,7 +191,7 @@ def test_images_off_the_grid_are_refused(encoder, shape, words):
 
 
 def test_a_size_off_the_grid_and_bytes_are_refused(encoder):
-    with pytest.raises(ShapeError, match="width=720 .* Use 704 or 736"):
+    with pytest.raises(ShapeError, match=r"width=720 .* Use 704 or 736"):
         encoder.encode(random_images(1), size=(720, 480))
     with pytest.raises(RequestError, match="uint8"):
         encoder.encode(torch.zeros(1, 32, 32, 3, dtype=torch.uint8))
@@ -261,7 +261,7 @@ def test_plans_shrink_with_memory_to_chunks_and_then_to_tiles():
         assert plan.reason.startswith(f"tiles of {plan.tile * 32} pixels that share {plan.overlap * 32}")
         assert "the smallest chunk of the whole picture would not fit" in plan.reason
     assert plans[4].tile < plans[3].tile
-    for plan, gib in zip(plans, limits):
+    for plan, gib in zip(plans, limits, strict=True):
         assert plan.peak_bytes <= gib * GIB
 
 

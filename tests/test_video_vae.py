@@ -199,7 +199,7 @@ def test_a_kernel_that_fails_in_mid_decode_leaves_the_right_picture(fresh_vae, m
 
     monkeypatch.setattr(conv_pointwise, "is_fused", lambda device, dtype: fused)
     monkeypatch.setattr(conv_pointwise, "_fused", launch)
-    for good in itertools.count():
+    for good in itertools.count():  # noqa: B007 - launch reads it
         fused = True
         launched.clear()
         assert (fresh_vae.decode_raw(latent, plan=plan) - expected).abs().max() < ROUNDING
@@ -289,7 +289,7 @@ def test_less_memory_means_smaller_chunks_down_to_one():
     chunks = [published_plan(free_bytes=int(gib * GIB)) for gib in limits]
     sizes = [plan.chunk_frames for plan in chunks]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4 and sizes[-1] == 1
-    assert all(plan.peak_bytes <= gib * GIB for plan, gib in zip(chunks, limits))
+    assert all(plan.peak_bytes <= gib * GIB for plan, gib in zip(chunks, limits, strict=True))
     assert "exact stream" in chunks[-1].reason and "64 frames a chunk would take" in chunks[-1].reason
 
 
@@ -432,9 +432,9 @@ def test_a_decode_out_of_memory_starts_again_smaller(fresh_vae):
 
 
 def test_phases_and_progress_follow_the_chunks(vae):
-    timeline = Timeline(None)
-    seen = []
-    vae.decode(random_latent(5), plan=chunks_of(CHUNK), timeline=timeline, on_progress=lambda *counts: seen.append(counts))
+    timeline, seen = Timeline(None), []
+    plan = chunks_of(CHUNK)
+    vae.decode(random_latent(5), plan=plan, timeline=timeline, on_progress=lambda *counts: seen.append(counts))
     ends = [event for event in timeline.events if event["event"] == "end"]
     chunks = [event["attrs"] for event in ends if event["phase"] == PHASE]
     assert [chunk["chunk"] for chunk in chunks] == list(range(len(chunks))) and len(chunks) > 1

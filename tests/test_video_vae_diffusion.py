@@ -5,6 +5,7 @@ log, progress, cancel) is in test_video_vae.py.
 """
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -99,7 +100,7 @@ def test_coarse_tensors_of_other_exports_are_left_out_and_strange_ones_refused(t
         tensors["decoder.refiner.weight"] = torch.zeros(3)
 
     assert load_video_vae(rewritten(tiny, tmp_path / "c.safetensors", tensors=coarse), device="cpu").resident
-    with pytest.raises(CheckpointError, match="unexpected: decoder.refiner.weight"):
+    with pytest.raises(CheckpointError, match=r"unexpected: decoder\.refiner\.weight"):
         load_video_vae(rewritten(tiny, tmp_path / "s.safetensors", tensors=strange), device="cpu")
 
 
@@ -263,7 +264,8 @@ def published_config() -> DiffusionVAEConfig:
 S1, S2 = (1, 128, 16, 16, 24), (1, 128, 16, 32, 48)  # 768x512x121, 1536x1024x121
 
 
-def published_plan(shape=S1, *, free_bytes=None, asked=AskedSizes()) -> DecodePlan:
+def published_plan(shape=S1, *, free_bytes=None, asked=None) -> DecodePlan:
+    asked = asked or AskedSizes()
     return plan_diffusion_decode(published_config(), shape, item_bytes=2, free_bytes=free_bytes, asked=asked)
 
 
@@ -296,7 +298,7 @@ def test_less_memory_means_more_groups_then_tiles():
     plans = [published_plan(free_bytes=int(gib * GIB)) for gib in (6.5, 5.5, 5, 4, 3)]
     assert [plan.head_groups for plan in plans[:2]] == [2, 4] and not any(plan.tiling for plan in plans[:2])
     assert all(plan.tiling for plan in plans[2:])
-    assert all(plan.peak_bytes <= gib * GIB for plan, gib in zip(plans, (6.5, 5.5, 5, 4, 3)))
+    assert all(plan.peak_bytes <= gib * GIB for plan, gib in zip(plans, (6.5, 5.5, 5, 4, 3), strict=True))
     assert "tiles of up to" in plans[-1].reason and "the whole clip, heads in 2 groups, would take" in plans[-1].reason
 
 
@@ -331,7 +333,7 @@ def test_plans_after_a_failure_get_smaller_until_there_are_none():
     assert [(plan.head_groups, plan.tiling) for plan in plans[:2]] == [(2, None), (4, None)]  # the same picture first
     sizes = [plan.peak_bytes for plan in plans]
     assert sizes[1] < sizes[0] and len(sizes) > 3
-    assert all(plan.tiling for plan in plans[2:]) and all(b < 0.85 * a for a, b in zip(sizes[1:], sizes[2:]))
+    assert all(plan.tiling for plan in plans[2:]) and all(b < 0.85 * a for a, b in itertools.pairwise(sizes[1:]))
 
 
 def test_a_decode_out_of_memory_starts_again_in_tiles(tiny, latent):

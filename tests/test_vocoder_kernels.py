@@ -1,7 +1,7 @@
 """The vocoder's Triton kernels in Triton's interpreter against the plain modules, on odd lengths and widths.
 
-A process of its own, as in test_triton_kernels.py. The interpreter's matrix product can't do bf16: the parts are float16
-here, 11 bits each, and the packed weights too.
+A process of its own, as in test_triton_kernels.py. The interpreter's matrix product can't do bf16: the parts are
+float16 here, 11 bits each, and the packed weights too.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def _problems_of_event(event: dict) -> list[str]:
     found = []
     if not (isinstance(event.get("name"), str) and event["name"]):
         found.append("no name")
-    if not _whole(event.get("pid")) or kind != "C" and not _whole(event.get("tid")):
+    if not _whole(event.get("pid")) or (kind != "C" and not _whole(event.get("tid"))):
         found.append(f"pid {event.get('pid')!r}, tid {event.get('tid')!r}")
     if not isinstance(event.get("args", {}), dict):
         found.append("args is no object")

@@ -254,8 +254,8 @@ def _generator(settings: Mapping[str, Any], source: str, section: str) -> Genera
     if not fits or len(blocks) != len(dilations) or not all(size % 2 for size in blocks):
         raise CheckpointError(
             f"{source}: {section} has upsample_rates {rates} with upsample_kernel_sizes {kernels}, and "
-            f"resblock_kernel_sizes {blocks} with {len(dilations)} rows of dilations; expected kernels that exceed their "
-            "rates by an even number, and odd block kernels with a row each. Use the published file."
+            f"resblock_kernel_sizes {blocks} with {len(dilations)} rows of dilations; expected kernels that exceed "
+            "their rates by an even number, and odd block kernels with a row each. Use the published file."
         )
     return GeneratorConfig(settings["upsample_initial_channel"], rates, kernels, blocks, dilations)
 

@@ -106,7 +106,7 @@ class _Level(nn.Module):
 
 
 class MelDecoder(nn.Module):
-    """Denormalised latents (B, C, T, bins) to log-mel (B, 2, 4T - 3, 4 bins), natural logarithm, in the weights' dtype."""
+    """Denormalised latents (B, C, T, bins) to natural log-mel (B, 2, 4T - 3, 4 bins), both in the weights' dtype."""
 
     def __init__(self, config: AudioVAEConfig) -> None:
         super().__init__()

@@ -28,8 +28,8 @@ def exact_convolutions() -> Iterator[None]:
     """cuDNN's deterministic kernels, chosen without timing them, float32 not rounded to TF32.
 
     cuDNN otherwise picks kernels for transposed convolutions that add with atomics: eager runs of the reference's
-    vocoder differ by up to 0.04 (h200_baseline.md section 3). And it rounds the operands of float32 convolutions to TF32
-    by default, 10 bits of mantissa where the vocoder wants 23 (audio.md section 6).
+    vocoder differ by up to 0.04 (h200_baseline.md section 3). And it rounds the operands of float32 convolutions to
+    TF32 by default, 10 bits of mantissa where the vocoder wants 23 (audio.md section 6).
     """
     cudnn = torch.backends.cudnn
     # From torch 2.9 on; there the old switch raises in a process that has used the new one.

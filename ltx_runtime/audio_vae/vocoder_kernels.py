@@ -1,11 +1,11 @@
 """The Triton kernels of fused_vocoder.py. Imports triton; everything else goes through fused_vocoder.py.
 
-Signals lie channels last: float32 (B, L, C), or as three parts (3, B, L, C) whose sum is the float32 signal: its leading
-8 bits of mantissa, the next 8, the last 8. Published weights are bfloat16, so parts and weights multiply exactly on the
-tensor cores and only the sums are rounded: three products where TF32 would need three with 2 bits less, and six if the
-weights had 24 bits too. A tensor core drops the bits below its running sum instead of rounding, an error that grows with
-the number of steps; so each block of products starts at zero and is added to the total in float32. Measured against
-float64 at 768 channels and 11 taps: relative rms 1.6e-7, cuDNN's float32 1.1e-6.
+Signals lie channels last: float32 (B, L, C), or as three parts (3, B, L, C) whose sum is the float32 signal: its
+leading 8 bits of mantissa, the next 8, the last 8. Published weights are bfloat16, so parts and weights multiply
+exactly on the tensor cores and only the sums are rounded: three products where TF32 would need three with 2 bits less,
+and six if the weights had 24 bits too. A tensor core drops the bits below its running sum instead of rounding, an error
+that grows with the number of steps; so each block of products starts at zero and is added to the total in float32.
+Measured against float64 at 768 channels and 11 taps: relative rms 1.6e-7, cuDNN's float32 1.1e-6.
 
 5 s of sound are 1.1 TFLOP: 3.4 ms of bfloat16 tensor cores at their peak. Measured on an H200: 9.7 ms, the widest
 convolutions at 525 of 989 TFLOP/s; cuDNN's take 43. An activation reads 4 bytes a value and writes 6, 513 M values in
@@ -151,7 +151,7 @@ def conv(
 
 
 def mean(signals: Sequence[Tensor], out: Tensor) -> None:
-    """The mean of one or three signals (B, L, C) float32, into out: (B, L, C) float32, or (3, B, L, C) for its parts."""
+    """The mean of one or three float32 signals (B, L, C), into out: (B, L, C) float32, or its parts (3, B, L, C)."""
     count = signals[0].numel()
     first, *others = signals
     second, third = others or (None, None)
@@ -181,8 +181,8 @@ def _store_parts(y, pointer, part_stride, mask):
 
 @triton.jit
 def _sin_squared(z):
-    """sin(z)^2: within 4e-7 where |z| < 1e4 and 2e-6 where |z| < 1e5, in [0, 1] everywhere. Rounding z itself to float32
-    costs 6e-8 |z|.
+    """sin(z)^2: within 4e-7 where |z| < 1e4 and 2e-6 where |z| < 1e5, in [0, 1] everywhere. Rounding z itself to
+    float32 costs 6e-8 |z|.
 
     Its period is pi, so the nearest multiple is taken off (in three pieces: the first two products are exact where it
     matters) and no quadrant has to be told apart.
@@ -206,9 +206,9 @@ def _activate(v, frequency, gain):
     return v + _sin_squared(v * frequency) * gain
 
 
-# A program walks along its segments position by position. It holds seven input samples around position p, from which the
-# two samples of the doubled signal at p follow, and six sums of outputs that are under way: nothing but the input is
-# read, nothing but the output written, and every sine is taken once.
+# A program walks along its segments position by position. It holds seven input samples around position p, from which
+# the two samples of the doubled signal at p follow, and six sums of outputs that are under way: nothing but the input
+# is read, nothing but the output written, and every sine is taken once.
 @triton.jit(do_not_specialize=["length"])
 def _snake(
     x_ptr, up_ptr, down_ptr, frequency_ptr, gain_ptr, parts_ptr,

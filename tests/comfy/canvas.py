@@ -53,7 +53,7 @@ class Canvas:
         title: str | None = None,
         node_height: int | None = None,
         download: tuple[str, str] | None = None,
-        id: int | None = None,
+        node_id: int | None = None,
         **inputs: Any,
     ) -> int:
         """Add a node and return its id. inputs: widget values, or a Link; what is not named has its default.
@@ -81,7 +81,7 @@ class Canvas:
             node["title"] = title
         rows = max(len(sockets), len(outputs))
         height = max(60, 20 * rows + 24 * len(values) + 14) + SHOWN_HEIGHT.get(class_type, 0)
-        node_id = self._place(node, node_height or height, {}, id)
+        node_id = self._place(node, node_height or height, {}, node_id)
         for index, socket in enumerate(sockets + widgets):
             if isinstance(inputs.get(socket["name"]), tuple):
                 self._connect(inputs[socket["name"]], node_id, index)
@@ -113,9 +113,9 @@ class Canvas:
             "version": 0.4,
         }
 
-    def _place(self, node: dict, height: int, colours: dict[str, str], id: int | None = None) -> int:
+    def _place(self, node: dict, height: int, colours: dict[str, str], node_id: int | None = None) -> int:
         # Ids that are asked for lie above these, so that a workflow with and one without them number the others alike.
-        node_id = id or 1 + max((taken for taken in self._nodes if taken < 100), default=0)
+        node_id = node_id or 1 + max((taken for taken in self._nodes if taken < 100), default=0)
         self._nodes[node_id] = {
             "id": node_id,
             "type": node.pop("type"),

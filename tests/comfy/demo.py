@@ -3,8 +3,8 @@
     python3 dev.py demo
 
 Works in DEMO_DIR/base, a ComfyUI base directory of its own, made anew each time. Exits 0 only when the video could be
-decoded, its frames counted and its sound measured, and the verdicts are what this machine should give: `equal` with CUDA; without it the
-graph arm can't run, so `not tested`, with the eager arm repeated and equal.
+decoded, its frames counted and its sound measured, and the verdicts are what this machine should give: `equal` with
+CUDA; without it the graph arm can't run, so `not tested`, with the eager arm repeated and equal.
 """
 
 from __future__ import annotations
@@ -112,6 +112,12 @@ def show(demo: Path, what: str, path: Path, note: str = "") -> None:
     print(f"{what:<13} {path.relative_to(demo.parent)}{'  ' + note if note else ''}")
 
 
+def show_pictures(demo: Path, server: ComfyServer, workflow: dict, run: Run) -> None:
+    pictures = saved_files(server.base, workflow, run, "SaveImage")
+    for what, picture in zip(("difference", "timeline"), pictures, strict=True):
+        show(demo, what, picture)
+
+
 def text_to_video(demo: Path, server: ComfyServer, expected: str) -> None:
     workflow, run = run_workflow(server, "demo_text_to_video")
     parity = output_of(workflow, run, "LTXGraphTimingParity")
@@ -124,8 +130,7 @@ def text_to_video(demo: Path, server: ComfyServer, expected: str) -> None:
         raise DemoFailed(f"{path} decodes to {frames} frames of {width}x{height}, the workflow asks for {wanted}.")
     show(demo, "video", path, f"decoded back: {frames} frames of {width}x{height}")
     print(f"{'sound':<13} {check_sound(video, parity, wanted['length'], FRAME_RATE)}")
-    for what, picture in zip(("difference", "timeline"), saved_files(server.base, workflow, run, "SaveImage")):
-        show(demo, what, picture)
+    show_pictures(demo, server, workflow, run)
     for render in json.loads(parity["ltxgraph_report"][0])["renders"]:
         log = server.base / "output" / "ltxgraph" / f"{render['render']}.jsonl"
         show(demo, "phase log", log, f"{render['name']}, {sum(1 for _ in log.open(encoding='utf-8'))} events")
@@ -135,8 +140,7 @@ def text_to_video(demo: Path, server: ComfyServer, expected: str) -> None:
 def parity_run(demo: Path, server: ComfyServer, expected: str) -> None:
     workflow, run = run_workflow(server, "demo_parity")
     parity = output_of(workflow, run, "LTXGraphParityRun")
-    for what, picture in zip(("difference", "timeline"), saved_files(server.base, workflow, run, "SaveImage")):
-        show(demo, what, picture)
+    show_pictures(demo, server, workflow, run)
     check_verdict("demo_parity", json.loads(parity["ltxgraph_report"][0])["verdict"]["words"], expected)
 
 

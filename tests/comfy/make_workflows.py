@@ -76,8 +76,8 @@ TEXT_ENCODER = f"text_encoders/{TEXT_ENCODER_FILE}"
 VIDEO_VAE = f"vae/{VIDEO_VAE_FILE}"
 DIFFUSION_VIDEO_VAE = f"vae/{DIFFUSION_VAE_FILE}"
 EITHER_DECODER = (
-    f", the convolutional decoder; or `{DIFFUSION_VIDEO_VAE}`, the diffusion decoder of ComfyUI's templates: choose it in "
-    "*LTX Graph Video VAE Loader*"
+    f", the convolutional decoder; or `{DIFFUSION_VIDEO_VAE}`, the diffusion decoder of ComfyUI's templates: choose it "
+    "in *LTX Graph Video VAE Loader*"
 )
 AUDIO_VAE = f"vae/{AUDIO_VAE_FILE}"
 UPSCALER = f"latent_upscale_models/{SPATIAL_UPSCALER_FILE}"
@@ -93,7 +93,7 @@ def transformer(canvas: Canvas, file: str = TRANSFORMER_FILE, **inputs) -> int:
 def text_encoder(canvas: Canvas) -> int:
     return canvas.add(
         "CLIPLoader",
-        id=CLIP_LOADER_ID,
+        node_id=CLIP_LOADER_ID,
         clip_name=TEXT_ENCODER_FILE,
         type="ltxv",
         download=("text_encoders", TEXT_ENCODER_FILE),
@@ -710,18 +710,19 @@ verdict on frames and waveform, difference picture, timelines.
 """
 DECODE_NOTE = f"""# LTX-2.5: both decoders, tiled against untiled
 
-One latent is decoded four times: by the convolutional and by the diffusion decoder, each as a whole (or streamed) and in the \
-tiles of ComfyUI's templates (512 pixels, 64 frames). Each pair is compared: largest and mean difference, where tiles overlap \
-and inside them, with a picture. The last comparison shows the two decoders side by side.
+One latent is decoded four times: by the convolutional and by the diffusion decoder, each as a whole (or streamed) and \
+in the tiles of ComfyUI's templates (512 pixels, 64 frames). Each pair is compared: largest and mean difference, where \
+tiles overlap and inside them, with a picture. The last comparison shows the two decoders side by side.
 
 {files(TRANSFORMER, TEXT_ENCODER, VIDEO_VAE, DIFFUSION_VIDEO_VAE, AUDIO_VAE)}
 
 {NATIVE_TEXT}
 
-**The diffusion decoder's noise** has seed 0, as in ComfyUI. All tiles take their part of the noise of the whole picture, so \
-that what differs are the seams. Its tiles share at least 160 pixels and 40 frames, the reference's minimum.
+**The diffusion decoder's noise** has seed 0, as in ComfyUI. All tiles take their part of the noise of the whole \
+picture, so that what differs are the seams. Its tiles share at least 160 pixels and 40 frames, the reference's minimum.
 
-**On your own clip**: *LTX Graph Video Encode* in the place of the sampler. One decoder is enough? Delete the other's group.
+**On your own clip**: *LTX Graph Video Encode* in the place of the sampler. One decoder is enough? Delete the other's \
+group.
 
 {ONE_STAGE_SIZES}
 """

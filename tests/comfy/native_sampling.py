@@ -18,23 +18,23 @@ COMFYUI, OUT = Path(sys.argv[1]), Path(sys.argv[2])
 sys.path = [str(COMFYUI), *sys.path[1:], sys.path[0]]
 sys.argv = ["native_sampling", "--cpu"]
 
-import comfy.options  # noqa: E402
+import comfy.options
 
 comfy.options.enable_args_parsing()
 
-import comfy.k_diffusion.sampling  # noqa: E402
-import comfy.ldm.lightricks.av_model  # noqa: E402
-import comfy.nested_tensor  # noqa: E402
-import comfy.ops  # noqa: E402
-import comfy.sample  # noqa: E402
-import comfy.samplers  # noqa: E402
-import comfy.sd  # noqa: E402
-import node_helpers  # noqa: E402
-import torch  # noqa: E402
-from comfy_extras.nodes_lt import LTXVAddGuide, _append_guide_attention_entry  # noqa: E402
-from comfyui_version import __version__ as comfyui_version  # noqa: E402
-from native_sampling_cases import CASES, SEED  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+import comfy.k_diffusion.sampling
+import comfy.ldm.lightricks.av_model
+import comfy.nested_tensor
+import comfy.ops
+import comfy.sample
+import comfy.samplers
+import comfy.sd
+import node_helpers
+import torch
+from comfy_extras.nodes_lt import LTXVAddGuide, _append_guide_attention_entry
+from comfyui_version import __version__ as comfyui_version
+from native_sampling_cases import CASES, SEED
+from safetensors.torch import save_file
 
 PREFIX = "model.diffusion_model."
 CONFIG = {
@@ -105,7 +105,7 @@ def nest(tensors: list):
 class RecordingGuider(comfy.samplers.CFGGuider):
     """Keeps what goes into the model and comes out of it, both packed, before the sampler blends with the mask."""
 
-    def predict_noise(self, x, timestep, model_options={}, seed=None):  # noqa: B006
+    def predict_noise(self, x, timestep, model_options={}, seed=None):  # noqa: B006 - ComfyUI's own signature
         denoised = super().predict_noise(x, timestep, model_options, seed)
         self.calls.append((x.clone(), denoised.clone()))
         return denoised

@@ -127,6 +127,7 @@ def recordings(tmp_path_factory, comfyui, comfyui_overlay) -> Path:
         [sys.executable, script, comfyui, folder],
         env=comfyui_environment(comfyui_overlay),
         cwd=folder,
+        check=False,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -179,7 +180,7 @@ def test_noise_is_bit_equal(native):
         return
     for step in range(len(native.sigmas) - 2):
         ours = source.step(states["video"], states["audio"])
-        for stream, mine in zip(native.streams, ours):
+        for stream, mine in zip(native.streams, ours, strict=True):
             assert torch.equal(mine, native.step_noise(step, stream))
 
 
@@ -213,7 +214,8 @@ def test_masks_are_applied_bit_for_bit(native):
         for step in range((len(native.sigmas) - 1) * masked):
             for before, after in (("x", "seen"), ("predicted", "denoised")):
                 ours = blend.apply(native.tokens(f"step{step}.{before}", stream))
-                assert torch.equal(ours, native.tokens(f"step{step}.{after}", stream)), f"{stream}, step {step}, {after}"
+                expected = native.tokens(f"step{step}.{after}", stream)
+                assert torch.equal(ours, expected), f"{stream}, step {step}, {after}"
 
 
 def forward_distance(native: Native, model: TransformerModel, compatibility: str) -> float:

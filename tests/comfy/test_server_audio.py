@@ -1,4 +1,4 @@
-"""Sound through a real ComfyUI: decoded beside the picture, saved and read back; encoded from files; bad input in words."""
+"""Sound through a real ComfyUI: decoded beside the picture, saved, read back, encoded; bad input in words."""
 
 from __future__ import annotations
 

@@ -161,7 +161,8 @@ def test_the_sampler_drops_the_keys_that_cores_drops_and_keeps_the_others(client
     assert "downscale_ratio_spacial" in described(client, prompt, "latent")["keys"]
     prompt["sampler"]["inputs"]["latent_image"] = ["region", 0]
     prompt["region"] = node(
-        "LTXGraphTemporalRegion", latent=["latent", 0], start_time=0.0, end_time=0.0, regenerate="video", frame_rate=24.0
+        "LTXGraphTemporalRegion",
+        latent=["latent", 0], start_time=0.0, end_time=0.0, regenerate="video", frame_rate=24.0,
     )
     assert described(client, prompt, "sampler")["keys"] == ["ltxgraph_made_by", "noise_mask", "samples"]
 
@@ -210,7 +211,7 @@ def rendered(prompt: dict, latent: str) -> dict:
 
 
 def changed(before: list[float], after: list[float]) -> list[int]:
-    return [int(abs(a - b) > 1e-6) for a, b in zip(before, after)]
+    return [int(abs(a - b) > 1e-6) for a, b in zip(before, after, strict=True)]
 
 
 def test_a_retake_changes_its_seconds_and_nothing_else(client):

@@ -54,7 +54,8 @@ def failure(client, prompt) -> str:
     [(9, 24.0, None), (25, 24.0, None), (121, 24.0, "the sound lasts 5.04 s, the video 4.84 s at 25 frames a second")],
 )
 def test_sound_of_another_length_than_the_video_is_reported(client, base, length, latent_rate, words):
-    """The conditioning names no frame rate, so the video has 25 frames a second; one latent frame of sound is no difference."""
+    """The conditioning names no frame rate, so the video has 25 frames a second; one latent frame of sound is no
+    difference."""
     prompt = prompts.render()
     prompt["latent"]["inputs"] |= {"length": length, "frame_rate": latent_rate, "width": 32, "height": 32}
     prompt["sampler"]["inputs"] |= {"schedule": "dev", "steps": 1}
@@ -75,7 +76,8 @@ def test_guidance_changes_the_frames_and_is_reported(client, base, frames_of):
 def test_presets_run_on_any_model(client, base, frames_of, preset):
     """The tiny transformer lacks block 28: the report says that STG is off."""
     prompt = guided(preset=preset)
-    prompt["sampler"]["inputs"] |= {"negative": ["positive", 0], "sampler_name": "res_2s" if "HQ" in preset else "euler"}
+    sampler_name = "res_2s" if "HQ" in preset else "euler"
+    prompt["sampler"]["inputs"] |= {"negative": ["positive", 0], "sampler_name": sampler_name}
     assert frames_of(client.run(prompt)).std() > 0
     assert ("STG is off" in last_notes(base)) == (preset == "dev")
 

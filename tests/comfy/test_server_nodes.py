@@ -28,15 +28,17 @@ NODES = {
     "LTXGraphEmptyLatent": {"width", "height", "length", "batch_size", "frame_rate", "with_audio"},
     "LTXGraphGuidance": {
         "preset", "stg_blocks", "passes",
-        *(f"{stream}_{name}" for stream in ("video", "audio") for name in ("cfg", "stg", "modality", "rescale", "skip_step")),
+        *(f"video_{name}" for name in ("cfg", "stg", "modality", "rescale", "skip_step")),
+        *(f"audio_{name}" for name in ("cfg", "stg", "modality", "rescale", "skip_step")),
     },
     "LTXGraphSampler": {
-        "model", "positive", "negative", "guidance", "latent_image", "seed", "noise", "schedule", "steps", "sigmas", "sampler_name", "sampler",
+        "model", "positive", "negative", "guidance", "latent_image", "seed", "noise", "schedule", "steps", "sigmas",
+        "sampler_name", "sampler",
         "cuda_graph", "on_capture_failure", "noise_convention", "compatibility", "report",
     },
     "LTXGraphWarmUp": {
-        "model", "positive", "negative", "guidance", "latent_image", "schedule", "steps", "sigmas", "sampler_name", "sampler",
-        "on_capture_failure", "noise_convention", "compatibility", "report",
+        "model", "positive", "negative", "guidance", "latent_image", "schedule", "steps", "sigmas",
+        "sampler_name", "sampler", "on_capture_failure", "noise_convention", "compatibility", "report",
     },
     "LTXGraphVideoDecode": {
         "video_vae", "samples", "temporal_size", "temporal_overlap", "tile_size", "overlap", "decoder_seed", "report",
@@ -45,7 +47,8 @@ NODES = {
         "frames_a", "frames_b", "audio_a", "audio_b", "report_a", "report_b", "tolerance", "on_difference",
     },
     "LTXGraphParityRun": {
-        "model", "positive", "negative", "guidance", "latent_image", "seed", "noise", "schedule", "steps", "sigmas", "sampler_name", "sampler",
+        "model", "positive", "negative", "guidance", "latent_image", "seed", "noise", "schedule", "steps", "sigmas",
+        "sampler_name", "sampler",
         "noise_convention", "compatibility", "video_vae", "replays", "seeds", "tolerance", "on_difference",
         "measure_residency", "audio_vae",
         "positive_b",

@@ -48,12 +48,12 @@ def check(path: Path, case: str):
         for name, tensor in seen.items():
             tensor = tensor.transpose(1, 2) if "rope" in name else tensor
             yield compare(f"mid.{name}", tensor, golden[f"mid.{name}"], TOLERANCE)
-        for name, context in zip(("video", "audio"), contexts):
+        for name, context in zip(("video", "audio"), contexts, strict=True):
             yield compare(f"out.{name}.context", context, golden[f"out.{name}.context"], TOLERANCE)
     else:
         for sample in range(batch):
             alone = features[sample : sample + 1, mask[sample] != 0]
-            for name, context in zip(("video", "audio"), model.connect_text(alone, length=length)):
+            for name, context in zip(("video", "audio"), model.connect_text(alone, length=length), strict=True):
                 expected = golden[f"out.{name}.context"][sample : sample + 1]
                 yield compare(f"out.{name}.context[{sample}]", context, expected, TOLERANCE)
 

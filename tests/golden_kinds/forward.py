@@ -64,7 +64,7 @@ class ForwardCase:
         sigma_video = self.sigmas.get("video", self.sigmas.get("audio"))
         modulation = model.modulation(constants, sigma_video, self.sigmas.get("audio"))
         velocities = model(golden.get("in.video.latent"), golden.get("in.audio.latent"), constants, modulation)
-        return constants, modulation, dict(zip(STREAMS, velocities))
+        return constants, modulation, dict(zip(STREAMS, velocities, strict=True))
 
 
 def load_case(path: Path) -> ForwardCase:
@@ -161,7 +161,7 @@ class _Watch:
             )
 
     def _streams(self, streams, name: str) -> None:
-        for stream, tensor in zip(STREAMS, streams):
+        for stream, tensor in zip(STREAMS, streams, strict=True):
             if tensor is not None:
                 self.seen[name.format(stream)] = tensor.clone()
 

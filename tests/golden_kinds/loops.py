@@ -69,10 +69,10 @@ def _guided(model, golden, settings, case, batching, *, sampler, seed):
     passes = 1 if batching == "batched" else len(passes_needed(specs))
     yield f"{batching} calls", abs(len(calls) - passes * recorded), 0
     for index in range(recorded):
-        for name, tokens in zip(("video", "audio"), calls[index * passes]):
+        for name, tokens in zip(("video", "audio"), calls[index * passes], strict=True):
             difference = (tokens[:1] - golden[f"{case}.call{index}.{name}_in"]).abs().max().item()
             yield f"{batching} call {index} {name}", difference, tolerance
-    for name, latent, target in zip(("video", "audio"), (result.video, result.audio), final):
+    for name, latent, target in zip(("video", "audio"), (result.video, result.audio), final, strict=True):
         yield f"{batching} {name}", (latent - target).abs().max().item(), tolerance
 
 

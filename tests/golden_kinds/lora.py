@@ -55,7 +55,7 @@ def _factors(golden, module: str, strengths) -> list[tuple[Tensor, Tensor, float
     names = [f"lora{index}.diffusion_model.{module}.lora" for index in range(len(strengths))]
     return [
         (golden[f"{name}_A.weight"], golden[f"{name}_B.weight"], strength)
-        for name, strength in zip(names, strengths)
+        for name, strength in zip(names, strengths, strict=True)
         if f"{name}_A.weight" in golden
     ]
 

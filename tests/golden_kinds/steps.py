@@ -37,9 +37,8 @@ def check(path, case):
         out = steps.euler_step(sample.to(dtype), denoised.to(dtype), coefficients)
     elif kind == "ancestral":
         # ancestral.eta1.0.s0.6.3: eta, s_noise, index
-        eta, s_noise, index = case.removeprefix("ancestral.eta").replace(".s", " ").rsplit(".", 1)[0].split() + [
-            case.rsplit(".", 1)[1]
-        ]
+        numbers, index = case.removeprefix("ancestral.eta").rsplit(".", 1)
+        eta, s_noise = numbers.split(".s")
         index = int(index)
         coefficients = steps.step_coefficients(
             "euler_ancestral", sigmas[index], sigmas[index + 1], eta=float(eta), s_noise=float(s_noise)

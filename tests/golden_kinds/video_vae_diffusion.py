@@ -120,7 +120,7 @@ def _check_tiles(grid: DecodeGrid, tiling: Tiling, described):
     times, rows, columns = grid.spans(tiling)
     tiles = [(time, row, column) for time in times for row in rows for column in columns]
     yield _equal("tiles", len(tiles), len(described["tiles"]))
-    for index, (tile, expected) in enumerate(zip(tiles, described["tiles"])):
+    for index, (tile, expected) in enumerate(zip(tiles, described["tiles"], strict=True)):
         for axis, span, cells, pixels, mask in zip(
             ("time", "height", "width"), tile, expected["stage4_in"], expected["pixel_out"], expected["masks"]
         ):

@@ -1,7 +1,7 @@
 """One injected capture failure in a process of its own: python3 capture_failure_case.py KIND [aimdo].
 
-KIND: python, sync, memory, device_sync. Prints one JSON line: what three graphed renders did, and whether each equals eager.
-Kinds python, sync and memory leave a valid capture behind (class A); device_sync invalidates it (class B).
+KIND: python, sync, memory, device_sync. Prints one JSON line: what three graphed renders did, and whether each equals
+eager. Kinds python, sync and memory leave a valid capture behind (class A); device_sync invalidates it (class B).
 """
 import faulthandler
 import json
@@ -26,9 +26,10 @@ def main(kind: str, aimdo: bool) -> None:
         torch.cuda.init()
         comfy_aimdo.control.init_devices([(0, 0)])
         comfy_aimdo.control.set_log_info()
+    from rendering import tiny_request, tiny_transformer, tiny_video_vae
+
     from ltx_runtime import cuda_graph, step_runner, steps
     from ltx_runtime.sampler import sample
-    from rendering import tiny_request, tiny_transformer, tiny_video_vae
 
     model, vae = tiny_transformer("cuda"), tiny_video_vae("cuda")
     eager = [vae.decode(sample(model, tiny_request(seed=s), cuda_graph="off").video) for s in (1, 2, 3)]

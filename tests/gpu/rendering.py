@@ -32,7 +32,17 @@ def tiny_video_vae(device) -> VideoVAE:
 
 
 def tiny_request(
-    *, width=128, height=96, num_frames=25, frame_rate=24.0, seed=1, prompt_tokens=11, prompt=0, audio=True, steps=8, **changes
+    *,
+    width=128,
+    height=96,
+    num_frames=25,
+    frame_rate=24.0,
+    seed=1,
+    prompt_tokens=11,
+    prompt=0,
+    audio=True,
+    steps=8,
+    **changes,
 ) -> SampleRequest:
     (features, _), = load_conditioning(tiny_files()["positive"])
     if prompt or prompt_tokens != features.shape[1]:

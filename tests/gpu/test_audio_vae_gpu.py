@@ -1,5 +1,5 @@
-"""The audio VAE on the GPU: graphed equals eager bit for bit, eager equals itself, and float32 is float32. Run under both
-allocators:
+"""The audio VAE on the GPU: graphed equals eager bit for bit, eager equals itself, and float32 is float32. Run under
+both allocators:
 
     python3 -m pytest tests/gpu
     PYTORCH_ALLOC_CONF=backend:cudaMallocAsync python3 -m pytest tests/gpu
@@ -82,10 +82,10 @@ def assert_replays_equal_eager(cache: GraphCache, stages, inputs: list[Tensor]) 
     key = GraphKey.of(Inputs(inputs[0]), weight_generation=1)
     step, outputs = cache.capture(key, forward, (), Inputs(inputs[0]), lambda name: contextlib.nullcontext())
     assert torch.equal(outputs, before[0])
-    for x, expected in zip(inputs[1:], before[1:]):
+    for x, expected in zip(inputs[1:], before[1:], strict=True):
         step.load((), Inputs(x))
         assert torch.equal(step.replay(), expected)
-    for x, expected in zip(inputs, before):
+    for x, expected in zip(inputs, before, strict=True):
         assert torch.equal(run_stages(stages, x), expected), "eager changed after the capture"
 
 

@@ -69,13 +69,13 @@ def cancel_at(call: int):
     return check
 
 
-# A. Capture: correctness
+# A: captures, correctness
 
 
 def test_a1_replays_survive_collected_garbage_and_memory_full_of_nan(model, device):
     expected = [render(model, seed=seed) for seed in (1, 2, 3)]
     render(model, "on", seed=1)
-    for seed, eager in zip((1, 2, 3), expected):
+    for seed, eager in zip((1, 2, 3), expected, strict=True):
         gc.collect()
         torch.cuda.empty_cache()
         poison = [torch.full((1 << 22,), float("nan"), device=device) for _ in range(32)]
@@ -117,7 +117,7 @@ def test_a4_noise_is_drawn_outside_the_graph(model, sampler):
     assert not torch.equal(results[1, 1].video, results[2, 1].video)
 
 
-# B. Capture: failure, fallback, allocator, threads
+# B: captures, failure, fallback, allocator, threads
 
 
 def test_b1_a_recording_outlives_the_one_made_before_it(model, monkeypatch):
@@ -218,7 +218,7 @@ def test_b7_two_checkpoints_in_turns(device):
     assert not torch.equal(expected[0].video, expected[1].video)
     marks = []
     for _ in range(5):
-        for each, eager in zip(models, expected):
+        for each, eager in zip(models, expected, strict=True):
             assert same(render(each, "on"), eager)
             each.graphs.close()
         cuda_graph.return_graph_memory(device)
@@ -243,7 +243,7 @@ def test_b8_switched_off_after_use_nothing_is_left_of_it(model, device):
     assert times[1] <= times[0] * 1.05, times
 
 
-# C. Capture: policy, cost, honesty
+# C: captures, policy, cost, honesty
 
 
 def test_c2_the_frame_rate_moves_the_positions_of_a_recording(model):
@@ -273,7 +273,7 @@ def test_c3_twenty_seeds_every_fifth_cancelled_one_capture(model, vae, device):
     assert max(marks[2:]) - marks[2] <= 4 << 20, marks
 
 
-# H. Cancel, memory, concurrency
+# H: cancel, memory, concurrency
 
 
 def test_h2_cancelled_in_mid_capture_no_half_made_recording_stays(model, monkeypatch):

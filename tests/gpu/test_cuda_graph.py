@@ -50,7 +50,8 @@ def phase(name):
 
 
 def inputs_of(shape, seed, device):
-    return Inputs(torch.randn(shape, device=device, dtype=torch.bfloat16, generator=torch.Generator(device).manual_seed(seed)))
+    generator = torch.Generator(device).manual_seed(seed)
+    return Inputs(torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator))
 
 
 def constants_of(value, device):
@@ -119,8 +120,8 @@ def test_weight_generation_is_part_of_the_key(device):
 def test_outputs_are_the_recordings_own_buffer(device, cache):
     """Documents the alias: what `replay` returns changes with the next replay."""
     fn = Layers(device)
-    constants = constants_of(0.25, device)
-    step, first = cache.capture(key_of(constants, inputs_of((64, 256), 0, device)), fn, constants, inputs_of((64, 256), 0, device), phase)
+    constants, inputs = constants_of(0.25, device), inputs_of((64, 256), 0, device)
+    step, first = cache.capture(key_of(constants, inputs), fn, constants, inputs, phase)
     held = first.clone()
     step.load(constants, inputs_of((64, 256), 1, device))
     assert step.replay() is first and not torch.equal(first, held)
@@ -192,16 +193,16 @@ def test_a_failed_capture_says_why_and_leaves_the_process_healthy(device, cache,
 def test_a_recording_is_made_and_dropped_without_a_word():
     """cudaMallocAsync warns of every tensor made in a capture that is freed outside of it."""
     script = """
-import contextlib, torch
+import torch
 from ltx_runtime.cuda_graph import GraphCache, GraphKey
-from test_cuda_graph import Layers, constants_of, inputs_of, key_of
+from test_cuda_graph import Layers, constants_of, inputs_of, key_of, phase
 device = torch.device("cuda", 0)
 with torch.inference_mode():
     layers, constants, cache = Layers(device), constants_of(0.25, device), GraphCache(device, max_graphs=2)
     fn = lambda constants, inputs: (layers(constants, inputs), inputs.x * 2, inputs.x)
     for rows in (64, 96, 128, 64):
         inputs = inputs_of((rows, 256), rows, device)
-        step, outputs = cache.capture(key_of(constants, inputs), fn, constants, inputs, lambda name: contextlib.nullcontext())
+        step, outputs = cache.capture(key_of(constants, inputs), fn, constants, inputs, phase)
         for seed in range(3):
             inputs = inputs_of((rows, 256), seed, device)
             step.load(constants, inputs)
@@ -214,7 +215,9 @@ print(torch.cuda.get_allocator_backend(), cache.counters.evictions)
         environment = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parents[1]}"}
         environment.pop("PYTORCH_ALLOC_CONF", None)
         environment["PYTORCH_CUDA_ALLOC_CONF"] = f"backend:{backend}"
-        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=90)
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, check=False, capture_output=True, text=True, timeout=90
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         assert done.stdout.split() == [backend, "2"]
         assert "captured allocation" not in done.stderr and "debug mode" not in done.stderr, done.stderr[:500]

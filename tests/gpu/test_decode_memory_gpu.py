@@ -133,7 +133,7 @@ def test_with_less_memory_free_a_smaller_plan_is_made_and_fits(vaes, kind):
         largest = difference(frames, vae.decode(latent, plan=ran[0]))
         assert largest == 0, f"{noted[-1][:100]} differs by {largest} from the same plan with more memory"
     assert len(set(reached)) > 1 and reached == sorted(reached, reverse=True), reached
-    for plan, frames in zip(plans, before):
+    for plan, frames in zip(plans, before, strict=True):
         largest = difference(vae.decode(latent, plan=plan), frames)
         assert largest == 0, f"after all, {plan.reason[:40]} differs by {largest}"
 
@@ -328,7 +328,8 @@ def test_a_shortage_in_the_middle_of_a_decode_ends_in_the_picture_of_a_smaller_p
             with memory_limit(int(share * most)):
                 frames = vae.decode(latent, free_bytes=1 << 40, timeline=timeline)
         except DeviceMemoryError as error:
-            assert "are free beside the" in str(error) and "Nothing smaller is planned" in str(error), str(error)[-300:]
+            words = str(error)
+            assert "are free beside the" in words and "Nothing smaller is planned" in words, words[-300:]
             break
         rung = len(noted_plans(timeline)) - 1
         reached.append((share, rung))

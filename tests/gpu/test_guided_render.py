@@ -76,7 +76,7 @@ def assert_graphed_is_eager(model, request, replays=3):
     eager = [sample(model, each, cuda_graph="off") for each in requests]
     assert not torch.equal(eager[0].video, eager[1].video)
     for _ in range(replays):
-        for each, expected in zip(requests, eager):
+        for each, expected in zip(requests, eager, strict=True):
             graphed = sample(model, each, cuda_graph="on")
             assert graphed.graph["mode"] == "graph", graphed.graph["decision"]
             assert set(graphed.graph["steps"]) <= {"capture", "replay"}
@@ -131,7 +131,7 @@ def test_text_image_text_to_video_gives_two_captures_then_hits(model):
     plain, given = request_of(), request_of(video=video_of("image"))
     expected = [sample(model, request, cuda_graph="off") for request in (plain, given)]
     for _ in range(2):
-        for request, eager in zip((plain, given, plain), (*expected, expected[0])):
+        for request, eager in zip((plain, given, plain), (*expected, expected[0]), strict=True):
             assert torch.equal(sample(model, request, cuda_graph="on").video, eager.video)
     assert (model.graphs.counters.captures, model.graphs.counters.hits) == (2, 4)
     # A stage 2 of the same size replays the same recording.

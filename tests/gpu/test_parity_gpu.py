@@ -1,4 +1,4 @@
-"""Parity on the device: the same findings as on the CPU, little memory beside the clips, and digests that never wait."""
+"""Parity on the device: findings as on the CPU, little memory beside the clips, and digests that never wait."""
 
 import pytest
 import torch

@@ -93,7 +93,7 @@ def test_replays_equal_eager_bit_for_bit(upsampler, cache, device):
     key = GraphKey.of((Nothing(), Inputs(latents[0])), weight_generation=upsampler.generation)
     recording, first = cache.capture(key, run, Nothing(), Inputs(latents[0]), lambda name: contextlib.nullcontext())
     assert torch.equal(first, eager[0])
-    for latent, expected in zip(latents[1:], eager[1:]):
+    for latent, expected in zip(latents[1:], eager[1:], strict=True):
         recording.load(Nothing(), Inputs(latent))
         assert torch.equal(recording.replay(), expected)
         assert torch.equal(upsampler.compute(latent, constants), expected), "eager does not equal itself"

@@ -1,5 +1,5 @@
-"""The vocoder's kernels on the GPU: as exact as plain float32, the same bits every time, and decodes that replay. Run under
-both allocators, as test_audio_vae_gpu.py.
+"""The vocoder's kernels on the GPU: as exact as plain float32, the same bits every time, and decodes that replay. Run
+under both allocators, as test_audio_vae_gpu.py.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def test_replays_equal_eager_and_lengths_take_turns(vae, device):
     eager = {frames: decoded(vae, latents[frames], "off") for frames in lengths}
     for _ in range(2):
         for frames in lengths:
-            for got, expected in zip(decoded(vae, latents[frames], "on"), eager[frames]):
+            for got, expected in zip(decoded(vae, latents[frames], "on"), eager[frames], strict=True):
                 assert torch.equal(got, expected)
     assert vae.graphs.counters.captures == len(lengths)
     for frames in lengths:

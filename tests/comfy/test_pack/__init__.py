@@ -1,10 +1,11 @@
-"""Nodes that only the server tests have: what a broken or foreign node would put on a socket; and a render that waits."""
+"""Nodes that only the server tests have: what broken or foreign nodes put on a socket; and a render that waits."""
 
 import gc
 import json
 import os
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import comfy.model_management
 import folder_paths
@@ -39,8 +40,8 @@ _ask_comfyui = comfy.model_management.throw_exception_if_processing_interrupted
 
 
 def _hold_or_go_on():
-    """Whoever asks whether the prompt was cancelled waits while input/hold names a phase log that has come so far since: by
-    the end of the render's id and a number of lines, as "-eager 12"."""
+    """Whoever asks whether the prompt was cancelled waits while input/hold names a phase log that has come so far
+    since: by the end of the render's id and a number of lines, as "-eager 12"."""
     deadline = time.monotonic() + HOLD_S
     while _held():
         if time.monotonic() > deadline:
@@ -88,7 +89,7 @@ class LTXTestLatent:
     FUNCTION = "run"
     CATEGORY = "test"
 
-    MAKE = {
+    MAKE: ClassVar = {
         "image latent": lambda: torch.zeros(1, 4, 2, 2),
         "foreign channels": lambda: torch.zeros(1, 16, 2, 2, 2),
         "unequal batch": lambda: NestedTensor((torch.zeros(2, 128, 2, 2, 2), torch.zeros(1, 8, 9, 16))),
@@ -114,7 +115,7 @@ class LTXTestJunk:
     FUNCTION = "run"
     CATEGORY = "test"
 
-    MAKE = {
+    MAKE: ClassVar = {
         "one frame": lambda: torch.zeros(8, 8, 3),
         "flow": lambda: torch.zeros(2, 8, 8, 2),
         "bytes": lambda: torch.zeros(2, 8, 8, 3, dtype=torch.uint8),
@@ -342,8 +343,8 @@ class LTXTestResident:
 
 
 class LTXVDualCFGGuider:
-    """Stands in for the core node of this name, which ComfyUI has from 0.32 on and which then wins: workflows with it can
-    be converted and validated."""
+    """Stands in for the core node of this name, which ComfyUI has from 0.32 on and which then wins: workflows with it
+    can be converted and validated."""
 
     RETURN_TYPES = ("GUIDER",)
     FUNCTION = "run"
