@@ -16,6 +16,7 @@ import pytest
 import scipy.signal
 import torch
 import torch.nn.functional as F
+from cancelling import Cancelled, cancel_at
 from model_files import rewritten
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -346,20 +347,13 @@ def test_every_stage_is_a_phase(vae):
 
 
 def test_cancel_stops_between_stages_and_leaves_the_vae_usable(vae):
-    latent = random_latent(2)
-    timeline = Timeline(None)
-    calls = []
-
-    def cancel_at_the_second():
-        calls.append(None)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        vae.decode(latent, timeline=timeline, check_cancelled=cancel_at_the_second)
+    latent, timeline = random_latent(2), Timeline(None)
+    expected = vae.decode(latent)
+    with pytest.raises(Cancelled):
+        vae.decode(latent, timeline=timeline, check_cancelled=cancel_at(2))
     assert [event["attrs"]["stage"] for event in timeline.events if event["event"] == "end"] == ["mel decoder"]
     timeline.child()  # raises if a phase were still open
-    assert torch.equal(vae.decode(latent), vae.decode(latent))
+    assert torch.equal(vae.decode(latent), expected)
 
 
 # --- graphs ---------------------------------------------------------------------------------------------------------
@@ -483,13 +477,10 @@ def test_a_failed_capture_is_noted_and_decodes_eager(recorded, vae):
 
 
 def test_a_replay_can_be_cancelled_and_names_the_stage_that_overflows(recorded):
-    def cancel():
-        raise KeyboardInterrupt
-
     latent = random_latent(1)
     recorded.decode(latent, cuda_graph="on")
-    with pytest.raises(KeyboardInterrupt):
-        recorded.decode(latent, cuda_graph="on", check_cancelled=cancel)
+    with pytest.raises(Cancelled):
+        recorded.decode(latent, cuda_graph="on", check_cancelled=cancel_at(1))
     parameter = recorded.module.get_parameter("vocoder.bwe_generator.conv_post.weight")
     with torch.inference_mode():
         parameter.fill_(float("nan"))

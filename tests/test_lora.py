@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cancelling import Cancelled
 from safetensors.torch import load_file, save_file
 
 from ltx_runtime import lora
@@ -33,15 +34,6 @@ from ltx_runtime.tiny import (
 
 TESTS = Path(__file__).parent
 TO_Q = "transformer_blocks.0.attn1.to_q"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny matrices: a second thread only waits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -383,10 +375,6 @@ def test_a_refused_chain_changes_nothing(files, model, tmp_path):
     assert not model.set_loras([LoraSpec(files["A"], 1.0)])
 
 
-class Stop(BaseException):
-    """As ComfyUI's interrupt, no Exception."""
-
-
 @pytest.mark.parametrize("previous", [(), ("A",), ("B", "C")], ids=["none", "one", "two"])
 def test_an_error_in_the_middle_brings_the_previous_chain_back(files, model, monkeypatch, previous):
     monkeypatch.setattr(lora, "GROUP_BYTES", 1 << 16)
@@ -398,9 +386,9 @@ def test_an_error_in_the_middle_brings_the_previous_chain_back(files, model, mon
     def stop(done: int, total: int) -> None:
         if done > 0.6 * total:
             half_way.append(changed(weights(model), before))
-            raise Stop
+            raise Cancelled
 
-    with pytest.raises(Stop):
+    with pytest.raises(Cancelled):
         model.set_loras([LoraSpec(files["A"], 1.0)], on_progress=stop)
     assert half_way[0], "some weights had been changed"
     assert_equal(weights(model), before)
@@ -420,9 +408,9 @@ def test_weights_that_can_not_be_brought_back_are_evicted(files, model, monkeypa
     def stop(done: int, total: int) -> None:
         if done > 0.6 * total:
             path.rename(tmp_path / "away.safetensors")
-            raise Stop
+            raise Cancelled
 
-    with pytest.raises(Stop):
+    with pytest.raises(Cancelled):
         model.set_loras([LoraSpec(files["B"], 1.0)], on_progress=stop)
     assert not model.resident
     with pytest.raises(CheckpointError, match=r"mine\.safetensors: no such file"):

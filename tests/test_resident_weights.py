@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cancelling import Cancelled, cancel_after
 
 from ltx_runtime.checkpoint import read_header
 from ltx_runtime.config import TransformerConfig
@@ -72,13 +73,8 @@ def test_a_file_that_changed_is_refused_until_it_is_opened_anew(path):
 
 def test_a_stopped_load_can_be_repeated(path):
     handle = resident(path)
-
-    def stop(done: int, total: int) -> None:
-        if done:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        handle.ensure_resident(on_progress=stop)
+    with pytest.raises(Cancelled):
+        handle.ensure_resident(on_progress=cancel_after(0))
     assert not handle.resident and handle.generation == 0
     assert handle.ensure_resident()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cancelling import Cancelled, cancel_at
 from model_files import rewritten
 from safetensors.torch import load_file, save_file
 
@@ -21,14 +22,6 @@ GOLDENS = Path(__file__).parent / "goldens"
 VAE = GOLDENS / "video_vae_conv_tiny.safetensors"
 FILES = {kind: GOLDENS / f"latent_upsampler_{kind}_x2_tiny.safetensors" for kind in ("spatial", "temporal")}
 CHANNELS = 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=list(FILES))
@@ -90,15 +83,8 @@ def test_phase_cancel_and_evicted_weights(upsampler, statistics):
     latent = random_latent(batch=3)
     expected = upsampler.upscale(latent, statistics)
     timeline = Timeline(None)
-    calls = []
-
-    def cancel_at_the_third():
-        calls.append(None)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        upsampler.upscale(latent, statistics, timeline=timeline, check_cancelled=cancel_at_the_third)
+    with pytest.raises(Cancelled):
+        upsampler.upscale(latent, statistics, timeline=timeline, check_cancelled=cancel_at(3))
     upsampler.evict()
     assert torch.equal(upsampler.upscale(latent, statistics, timeline=timeline), expected)
     ends = [event for event in timeline.events if event["event"] == "end"]
