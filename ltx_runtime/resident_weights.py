@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,7 +62,12 @@ class ResidentModule:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of device memory that the weights take when resident; known before they are read."""
+        """Device memory that the weights take now when they are resident; before, what reading them will take at
+        most."""
+        return self._load_bytes
+
+    @cached_property
+    def _load_bytes(self) -> int:
         return planned_bytes(self.header, self._prefix_map, self.dtype)
 
     def ensure_resident(self, timeline: Timeline | None = None, on_progress: Progress | None = None) -> bool:

@@ -270,7 +270,7 @@ def _patcher_class() -> type:
 
         def model_size(self) -> int:
             # Also when evicted: ComfyUI frees model_size() - loaded_size() before it loads.
-            return self.size + _spare_bytes(self.model.resident)
+            return self.model.resident.weights_bytes + _spare_bytes(self.model.resident)
 
         def loaded_size(self) -> int:
             return self.model_size() if self.model.resident.resident else 0
@@ -288,7 +288,7 @@ def _patcher_class() -> type:
                 _staying_patchers.add(self)
             if self.timeline is None:
                 self.load_events.extend(timeline.events)
-            return self.size
+            return resident.weights_bytes
 
         def partially_unload(self, device_to, memory_to_free=0, force_patch_weights=False) -> int:
             # Weights go all or not at all; graphs can be recorded again in a second.

@@ -118,6 +118,31 @@ def test_the_vocoder_is_float32_and_the_mel_vae_as_in_the_file(tiny_file, vae):
     assert ((rounded - exact).square().mean() / exact.square().mean()).sqrt() < 2.5e-2
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_weights_packed_for_the_kernels_count_as_they_lie(tiny_file, monkeypatch, dtype):
+    """ComfyUI makes room for the load, and counts afterwards what evicting would give back."""
+
+    class Packed:
+        num_bytes = 1000
+
+        def __init__(self, vocoder):
+            assert not any(p.is_meta for p in vocoder.parameters())
+
+    monkeypatch.setattr("ltx_runtime.audio_vae.network.refusal", lambda device, vocoder: None)
+    monkeypatch.setattr("ltx_runtime.audio_vae.network.FusedVocoder", Packed)
+    handle = AudioVAE(read_header(tiny_file), device="cpu", dtype=dtype)
+    before = handle.weights_bytes
+    handle.ensure_resident()
+    mel_vae, stft = (
+        sum(p.nbytes for p in part.parameters()) for part in (handle.module.audio_vae, handle.module.vocoder.mel_stft)
+    )
+    assert handle.weights_bytes == mel_vae + stft + Packed.num_bytes
+    read = 2 if dtype is None else 4  # bytes of a value
+    assert before == mel_vae + (read + 2) * sum(p.numel() for p in handle.module.vocoder.parameters())
+    handle.evict()
+    assert handle.weights_bytes == before
+
+
 def test_a_checkpoint_of_everything_decodes_to_the_same_bits(tiny_file, vae, tmp_path):
     others = {
         "model.diffusion_model.patchify_proj.weight": torch.zeros(4, 4),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -88,9 +89,15 @@ class AudioVAE(ResidentModule):
 
     @property
     def weights_bytes(self) -> int:
-        # What loading takes at its peak: packed for the kernels, half of the vocoder's stays.
+        return self.module.weights_bytes if self.resident else self._load_bytes
+
+    @cached_property
+    def _load_bytes(self) -> int:
         mel_vae, vocoder = ({prefix: prefix} for prefix in _PREFIXES)
-        return planned_bytes(self.header, mel_vae, self.dtype) + planned_bytes(self.header, vocoder, torch.float32)
+        dtypes = (self.dtype, torch.float32, torch.bfloat16)
+        placed, wide, packed = (planned_bytes(self.header, vocoder, dtype) for dtype in dtypes)
+        # The vocoder's in float32, or packed for the kernels beside what was read.
+        return planned_bytes(self.header, mel_vae, self.dtype) + max(wide, placed + packed)
 
     def _fill(self, module: AudioVAENetwork, timeline: Timeline | None, on_progress: Progress | None) -> None:
         super()._fill(module, timeline, on_progress)

@@ -115,7 +115,8 @@ def stage_sizes(config: GeneratorConfig, inputs: int) -> list[tuple[int, int]]:
 
 
 class FusedVocoder:
-    """Vocoder.waveform and Vocoder.extend in a workspace. Holds the vocoder's weights packed for the kernels.
+    """Vocoder.waveform and Vocoder.extend in a workspace. Holds the vocoder's weights packed for the kernels, num_bytes
+    of them.
 
     vocoder: its weights on the device; they may be let go afterwards. dtype: of parts and packed weights; the kernels'
     tests take float16, which Triton's interpreter can multiply.
@@ -126,6 +127,7 @@ class FusedVocoder:
         self._extension = _Generator(vocoder.bwe_generator, dtype)
         self._log_mel = _LogMel(vocoder.mel_stft, dtype)
         self._skip = vocoder.make_skip()
+        self.num_bytes = _num_bytes(self._base, self._extension, self._log_mel)
 
     def waveform(self, mel: Tensor, workspace: Workspace) -> Tensor:
         """Log-mel (B, 2, T, mel bins) to a waveform (B, 2, N) at 16 kHz, not clamped."""
@@ -140,6 +142,10 @@ class FusedVocoder:
         return residual.add_(self._skip(clamped))
 
 
+def _num_bytes(*parts: _Conv | _Snake | _Block | _Generator | _LogMel) -> int:
+    return sum(part.num_bytes for part in parts)
+
+
 class _Conv:
     """A convolution over signals that lie channels last, their length kept."""
 
@@ -151,6 +157,7 @@ class _Conv:
         self._geometry = {"taps": weight.shape[2], "dilation": dilation, "padding": padding}
         self._weight = _kernels().pack(weight, dtype)
         self._bias = weight.new_zeros(self.columns, dtype=torch.float32) if bias is None else bias.float()
+        self.num_bytes = self._weight.nbytes + self._bias.nbytes
 
     def __call__(self, parts: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
         _kernels().conv(parts, self._weight, self._bias, out, residual=residual, **self._geometry)
@@ -180,6 +187,7 @@ class _Snake:
         self._up = 2 * activation.upsample.filter.float().flatten()
         self._down = activation.downsample.lowpass.filter.float().flatten()
         self._frequency, self._gain = (values.flatten() for values in act.coefficients())
+        self.num_bytes = sum(tensor.nbytes for tensor in (self._up, self._down, self._frequency, self._gain))
 
     def __call__(self, x: Tensor, parts: Tensor) -> None:
         _kernels().snake(x, self._up, self._down, self._frequency, self._gain, parts)
@@ -192,6 +200,7 @@ class _Block:
         convs = ((_Conv.of(conv, dtype) for conv in group) for group in (block.convs1, block.convs2))
         acts = ((_Snake(act) for act in group) for group in (block.acts1, block.acts2))
         self._steps = list(zip(*convs, *acts))
+        self.num_bytes = sum(_num_bytes(*step) for step in self._steps)
 
     def __call__(self, x: Tensor, hidden: Tensor, parts: Tensor, out: Tensor) -> None:
         """x: (B, L, C). hidden and parts are scratch. out: written; x will do."""
@@ -212,6 +221,8 @@ class _Generator:
         self._stages = [blocks[first : first + count] for first in range(0, len(blocks), count)]
         self._act_post = _Snake(generator.act_post)
         self._post = _Conv.of(generator.conv_post, dtype)
+        ups = (up for _, up in self._ups)
+        self.num_bytes = _num_bytes(self._pre, *ups, *blocks, self._act_post, self._post)
 
     def __call__(self, mel: Tensor, workspace: Workspace) -> Tensor:
         """Log-mel (B, T, C) to a stereo waveform (B, 2, rate * T), not clamped."""
@@ -256,6 +267,7 @@ class _LogMel:
         windows = F.pad(basis.squeeze(1), (rows * self._hop_length - basis.shape[2], 0))
         weight = windows.unflatten(1, (rows, self._hop_length)).transpose(1, 2)
         self._stft = _Conv(weight, None, dtype, padding=rows - 1)
+        self.num_bytes = self._stft.num_bytes
 
     def __call__(self, waveform: Tensor, workspace: Workspace) -> Tensor:
         """A waveform (B, C, N) to log-mel (B, frames, C * mel bins)."""

@@ -83,6 +83,12 @@ class AudioVAENetwork(nn.Module):
         """What runs the vocoder: "triton" or "torch"."""
         return "torch" if self._fused is None else "triton"
 
+    @property
+    def weights_bytes(self) -> int:
+        """Device memory of the weights, as they lie after `prepare`."""
+        placed = sum(p.nbytes for p in self.parameters() if not p.is_meta)
+        return placed + (0 if self._fused is None else self._fused.num_bytes)
+
     def workspace(self, batch: int, latent_frames: int) -> Workspace | None:
         """Memory for decode_stages, for latents up to this size; None where the vocoder needs none."""
         if self._fused is None:

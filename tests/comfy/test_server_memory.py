@@ -7,6 +7,8 @@ import json
 import prompts
 from prompts import node
 
+from ltx_runtime.tiny import AUDIO_VAE_FILE
+
 
 def resident(client, call: int) -> list:
     """[class, known to ComfyUI] of every model that holds weights. call: another number every time."""
@@ -29,6 +31,16 @@ def test_a_load_that_fails_leaves_the_other_models_evictable(client):
     assert resident(client, 3) == [["TransformerModel", True]]
     client.free()
     assert resident(client, 4) == []
+
+
+def test_comfyui_is_told_what_the_weights_hold_once_they_are_read(client):
+    """Packed for the vocoder's kernels they hold less than their load takes."""
+    vae = node("LTXGraphAudioVAELoader", vae_name=AUDIO_VAE_FILE)
+    run = client.run({"vae": vae, "sizes": node("LTXTestSizes", audio_vae=["vae", 0])})
+    announced, read, packed, evicted = json.loads(run.outputs["sizes"]["text"][0])
+    assert announced == evicted == [announced[0], 0]
+    assert read == [announced[0]] * 2
+    assert packed[0] == packed[1] < read[0]
 
 
 def test_a_load_can_be_cancelled(client, base):

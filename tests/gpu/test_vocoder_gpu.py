@@ -102,6 +102,20 @@ def test_the_generators_weights_are_held_once(networks):
         assert {p.device.type for p in generator.parameters()} == {"meta"}
 
 
+def test_weights_take_what_is_announced_and_then_what_is_held(device):
+    before = torch.cuda.memory_allocated(device)
+    network = build_on_meta(lambda: AudioVAENetwork(config_of("published")))
+    fill_random(network, device=device)
+    announced = 2 * sum(p.numel() for p in network.parameters()) + 2 * sum(p.numel() for p in network.vocoder.parameters())
+    torch.cuda.reset_peak_memory_stats(device)
+    network.prepare()
+    peak = torch.cuda.max_memory_allocated(device) - before
+    held = torch.cuda.memory_allocated(device) - before
+    assert network.backend == "triton"
+    assert 0.97 * held < network.weights_bytes <= held
+    assert 0.85 * peak < announced, f"{announced / 2**20:.0f} MiB announced, {peak / 2**20:.0f} taken"
+
+
 def test_weights_of_more_bits_run_plain(device):
     network = build_on_meta(lambda: AudioVAENetwork(tiny_audio_vae_config()))
     fill_random(network, device=device)

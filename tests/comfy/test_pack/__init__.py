@@ -342,6 +342,33 @@ class LTXTestResident:
         return {"ui": {"text": [json.dumps(found)]}}
 
 
+class LTXTestSizes:
+    """JSON: [all, on the device], the bytes that ComfyUI is told of an audio VAE: before its weights are read, then, with
+    the vocoder's packed (here: gone), and evicted."""
+
+    RETURN_TYPES = ()
+    OUTPUT_NODE = True
+    FUNCTION = "run"
+    CATEGORY = "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"audio_vae": ("LTXGRAPH_AUDIO_VAE",)}}
+
+    def run(self, audio_vae):
+        patcher, found = audio_vae.patcher, []
+        steps = (
+            lambda: None,
+            lambda: patcher.partially_load(patcher.load_device),
+            lambda: audio_vae.model.module.vocoder.vocoder.to("meta"),
+            patcher.detach,
+        )
+        for step in steps:
+            step()
+            found.append([patcher.model_size(), patcher.loaded_size()])
+        return {"ui": {"text": [json.dumps(found)]}}
+
+
 class LTXVDualCFGGuider:
     """Stands in for the core node of this name, which ComfyUI has from 0.32 on and which then wins: workflows with it
     can be converted and validated."""
@@ -385,5 +412,6 @@ NODE_CLASS_MAPPINGS = {
         LTXTestTouchFile,
         LTXTestCancelTheLoad,
         LTXTestResident,
+        LTXTestSizes,
     )
 }
