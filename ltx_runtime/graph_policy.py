@@ -9,8 +9,10 @@ from dataclasses import dataclass
 # A replayed step still has launch gaps and the copies at its edge: measured 3-9 % over the kernels' own time (H200,
 # S0-S1).
 _REPLAY_OVERHEAD = 1.05
-# Recording and instantiating 6,000 launches took 220-410 ms (H200, native, S0-S2).
-_RECORDING_MS = 0.06
+# Beside its two passes a capture took 70-75 ms at 280 launches and 220-410 at 6,000 (H200, native, tiny to S2): what it
+# costs whatever the step, and a launch.
+_CAPTURE_MS = 60.0
+_RECORDING_MS = 0.05
 # Below this gain per step the decision would rest on noise.
 _MINIMUM_GAIN = 1.05
 
@@ -34,8 +36,8 @@ class BusyMeasurement:
 
     @property
     def predicted_capture_ms(self) -> float:
-        """A warm-up pass and a first replay, and the recording, which goes by the launches."""
-        return 2 * self.wall_ms + self.launches * _RECORDING_MS
+        """A warm-up pass and a first replay, the recording, which goes by the launches, and what any capture costs."""
+        return 2 * self.wall_ms + self.launches * _RECORDING_MS + _CAPTURE_MS
 
 
 @dataclass(frozen=True)

@@ -115,9 +115,14 @@ def test_auto_judges_medians_against_the_eager_spread_and_costs_against_the_budg
     assert good == {"not_slower": True, "within_budget": True, "over_budget": []}
     assert not auto.verdict(row | {"settled_ms": {"median": 1041.0}}, card)["not_slower"]
     slow = row["phases_ms"]
-    assert auto.verdict(row | {"phases_ms": slow | {"sample.measure": 481.0}}, card)["over_budget"] == ["measuring"]
-    assert auto.verdict(row | {"phases_ms": slow | {"sample.capture": 741.0}}, card)["over_budget"] == ["capturing"]
+    assert auto.verdict(row | {"phases_ms": slow | {"sample.measure": 541.0}}, card)["over_budget"] == ["measuring"]
+    assert auto.verdict(row | {"phases_ms": slow | {"sample.capture": 841.0}}, card)["over_budget"] == ["capturing"]
     assert auto.verdict(row, card - 8)["over_budget"] == ["memory"]
+    tiny = {
+        "measured": {"wall_ms": 5.5, "gpu_ms": 0.6, "launches": 280},
+        "phases_ms": {"sample.measure": 51.0, "sample.warmup": 6.0, "sample.capture": 81.0},
+    }
+    assert auto.verdict(row | tiny, card)["within_budget"], "the fixed cost of both (auto_h200_202611.md)"
     nothing = {"measured": None, "capture": None, "phases_ms": dict.fromkeys(slow, 0)}
     assert auto.verdict(row | nothing, None)["within_budget"]
 

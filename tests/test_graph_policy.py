@@ -35,6 +35,23 @@ def test_the_break_even_step_decides():
     assert decide(S0, int(cost) + 1, seen_before=False).capture
 
 
+@pytest.mark.parametrize(
+    "wall_ms, launches, measured_ms",
+    [(5.5, 280, 87), (5.5, 280, 81), (111.4, 5986, 115 + 238 + 106), (389.0, 5986, 397 + 305 + 388)],
+)
+def test_the_predicted_cost_of_a_capture_is_what_it_took(wall_ms, launches, measured_ms):
+    """benchmarks/results/auto_h200_202611.md: tiny sizes, S0, S1. Too little would capture what does not pay."""
+    predicted = BusyMeasurement(wall_ms, wall_ms / 2, launches).predicted_capture_ms
+    assert 0.95 < predicted / measured_ms < 1.3
+
+
+def test_a_tiny_render_does_not_capture_for_itself():
+    tiny = BusyMeasurement(wall_ms=5.5, gpu_ms=0.6, launches=280)
+    first = decide(tiny, 8, seen_before=False)
+    assert not first.capture and "pays after 17 steps" in first.words
+    assert decide(tiny, 8, seen_before=True).capture
+
+
 def test_busy_never_exceeds_one():
     assert BusyMeasurement(wall_ms=100.0, gpu_ms=101.0, launches=100).gpu_busy == 1.0
     assert not decide(BusyMeasurement(wall_ms=100.0, gpu_ms=101.0, launches=100), 100, seen_before=True).capture

@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+import test_graph_policy
 import torch
 from tiny_sampling import tiny_model, tiny_request
 
-from ltx_runtime import cuda_graph, step_runner
+from ltx_runtime import cuda_graph, graph_policy, step_runner
 from ltx_runtime.gpu_time import GpuTime
 from ltx_runtime.graph_policy import Decision
 from ltx_runtime.guidance import Guidance, GuidanceSpec
@@ -106,8 +107,17 @@ class Recording:
         self.closed = True
 
 
-def test_a_render_never_drops_its_own_recordings(model, monkeypatch):
-    """Four kinds of steps under a bound of one recording's memory; the next render finds them all."""
+class Event:
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other):
+        return 1.0
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    """Recordings are of an eager step."""
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(step_runner, "_recorded_event", Event)
 
@@ -115,6 +125,35 @@ def test_a_render_never_drops_its_own_recordings(model, monkeypatch):
         return Recording(cuda_graph.CaptureReport(), fn), fn(constants, inputs)
 
     monkeypatch.setattr(cuda_graph, "_record", record)
+
+
+@pytest.mark.parametrize(
+    "name, renders",
+    [
+        # Pays within the render: captured in the render that measured.
+        ("S0_SLOW_HOST", [["eager", "eager", "measure", "capture", *["replay"] * 4], ["replay"] * 8]),
+        # Pays, but not within a render: captured when the shape comes back.
+        ("S0", [["eager", "eager", "measure", *["eager"] * 5], ["capture", *["replay"] * 7], ["replay"] * 8]),
+        # Would gain nothing: never.
+        ("S1", [["eager", "eager", "measure", *["eager"] * 5], ["eager"] * 8, ["eager"] * 8]),
+    ],
+)
+def test_auto_captures_when_it_pays_in_this_render_or_the_shape_comes_back(
+    model, tries, recorder, monkeypatch, name, renders
+):
+    decided = []
+
+    def decide(_, remaining_steps, *, seen_before):
+        decided.append((remaining_steps, seen_before))
+        return graph_policy.decide(getattr(test_graph_policy, name), remaining_steps, seen_before=seen_before)
+
+    monkeypatch.setattr(step_runner, "decide", decide)
+    assert [render(model).graph["steps"] for _ in renders] == renders
+    assert decided == [(5, False), (8, True), (8, True)][: sum(steps[0] != "replay" for steps in renders)]
+
+
+def test_a_render_never_drops_its_own_recordings(model, recorder):
+    """Four kinds of steps under a bound of one recording's memory; the next render finds them all."""
     model.graphs = cuda_graph.GraphCache(model.device, max_bytes=10)
     guidance = Guidance(GuidanceSpec(3.0, skip_step=1), GuidanceSpec(5.0, skip_step=2), "sequential")
     request = tiny_request(sigmas=torch.linspace(1, 0, 8), guidance=guidance)
@@ -127,11 +166,3 @@ def test_a_render_never_drops_its_own_recordings(model, monkeypatch):
     assert result.graph["steps"] == ["replay"] * 7
     counters = model.graphs.counters
     assert (counters.captures, counters.evictions, len(model.graphs)) == (1 + 4, 1, 4)
-
-
-class Event:
-    def synchronize(self):
-        pass
-
-    def elapsed_time(self, other):
-        return 1.0
