@@ -22,8 +22,8 @@ from ltx_runtime.timing import Timeline
 
 TINY = {"S0": (64, 64, 9), "S1": (96, 64, 9)}
 # The budget (docs/decisions.md). Measuring: so many eager steps for the measured one. Capturing: a warm-up and a first
-# replay, each an eager step with reserve, and time for each launch to be recorded. Both have a fixed part, most of it at
-# tiny sizes. Memory: a share of the card.
+# replay, each an eager step with reserve, and time for each launch to be recorded. Both have a fixed part, most of it
+# at tiny sizes. Memory: a share of the card.
 MEASURE_STEPS, MEASURE_MS = 4, 60.0
 CAPTURE_STEPS, CAPTURE_LAUNCH_MS, CAPTURE_MS = 3, 0.1, 100.0
 MEMORY_SHARE = 1 / 8
