@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ EQUAL = "equal"
 WITHIN_TOLERANCE = "within tolerance"
 DIFFERENT = "different"
 NOT_TESTED = "not tested"
+_WORST_FIRST = (DIFFERENT, NOT_TESTED, WITHIN_TOLERANCE, EQUAL)
 # What a person sees and hears. A tolerance above 0 is meant for these; other stages have other scales.
 OUTPUTS = ("frames", "waveform")
 
@@ -174,18 +175,9 @@ def compare(
     axes = tuple(axes) if axes is not None else tuple(f"axis {i}" for i in range(a.dim()))
     if a.shape != b.shape:
         note = f"shapes differ: {_shape_words(a)} and {_shape_words(b)}"
-        total = max(a.numel(), b.numel())
-        return Comparison(name, tuple(a.shape), total, False, max_abs=None, mean_abs=None, note=note)
+        return _unmeasured(name, note, tuple(a.shape), max(a.numel(), b.numel()))
     if a.numel() == 0:
-        return Comparison(
-            name,
-            tuple(a.shape),
-            0,
-            False,
-            max_abs=None,
-            mean_abs=None,
-            note="nothing to compare: the tensors are empty",
-        )
+        return _unmeasured(name, "nothing to compare: the tensors are empty", tuple(a.shape))
     if a.dim() == 0:
         a, b, axes = a.reshape(1), b.reshape(1), ("element",)
     if len(axes) != a.dim():
@@ -233,6 +225,10 @@ def compare(
         group_max=tuple(group_max),
         note="" if same_dtype or found.differing else f"same values, but {a.dtype} and {b.dtype}",
     )
+
+
+def _unmeasured(name: str, note: str, shape: tuple[int, ...] = (), total: int = 0) -> Comparison:
+    return Comparison(name, shape, total, bit_exact=False, max_abs=None, mean_abs=None, note=note)
 
 
 @dataclass
@@ -330,14 +326,14 @@ class RangeStats:
     """
 
     name: str
-    minimum: float | None
-    maximum: float | None
-    saturated_share: float
-    frames: int
-    flat_frames: int
-    alike_frames: int
-    nonfinite: int
-    degenerate: str
+    minimum: float | None = None
+    maximum: float | None = None
+    saturated_share: float = 0.0
+    frames: int = 1
+    flat_frames: int = 0
+    alike_frames: int = 0
+    nonfinite: int = 0
+    degenerate: str = ""
 
     def words(self) -> str:
         if self.minimum is None:
@@ -348,7 +344,7 @@ class RangeStats:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        return {key: getattr(self, key) for key in self.__dataclass_fields__}
+        return asdict(self)
 
 
 def frame_range(frames: Tensor, name: str = "frames") -> RangeStats:
@@ -360,7 +356,7 @@ def frame_range(frames: Tensor, name: str = "frames") -> RangeStats:
     """
     count, pixels = frames.shape[0], frames[0].numel() if frames.shape[0] else 0
     if not pixels:
-        return RangeStats(name, None, None, 0.0, count, 0, 0, 0, f"{name} empty: {_shape_words(frames)}")
+        return RangeStats(name, frames=count, degenerate=f"{name} empty: {_shape_words(frames)}")
     step = max(1, CHUNK_ELEMENTS // pixels)
     saturated = nonfinite = flat = alike = 0
     low, high = math.inf, -math.inf
@@ -386,18 +382,27 @@ def frame_range(frames: Tensor, name: str = "frames") -> RangeStats:
         reason = f"{name} alike: no frame visibly differs from the one before"
     else:
         reason = ""
-    ends = (None, None) if nonfinite else (low, high)
-    return RangeStats(name, *ends, share, count, flat, alike, nonfinite, reason)
+    return RangeStats(
+        name,
+        minimum=None if nonfinite else low,
+        maximum=None if nonfinite else high,
+        saturated_share=share,
+        frames=count,
+        flat_frames=flat,
+        alike_frames=alike,
+        nonfinite=nonfinite,
+        degenerate=reason,
+    )
 
 
 def waveform_range(waveform: Tensor, name: str = "waveform") -> RangeStats:
     """Range statistics of a waveform (B, C, T) in [-1, 1]. Degenerate: not finite, silent, or over 5 % clipped."""
     if not waveform.numel():
-        return RangeStats(name, None, None, 0.0, 1, 0, 0, 0, f"{name} empty: {_shape_words(waveform)}")
+        return RangeStats(name, degenerate=f"{name} empty: {_shape_words(waveform)}")
     nonfinite = int((~torch.isfinite(waveform)).sum())
     if nonfinite:
         reason = f"{name} not finite: {nonfinite:,} values are NaN or Inf"
-        return RangeStats(name, None, None, 0.0, 1, 0, 0, nonfinite, reason)
+        return RangeStats(name, nonfinite=nonfinite, degenerate=reason)
     low, high = float(waveform.min()), float(waveform.max())
     share = int((waveform.abs() >= 1).sum()) / waveform.numel()
     silent = high - low < SILENCE
@@ -407,7 +412,7 @@ def waveform_range(waveform: Tensor, name: str = "waveform") -> RangeStats:
         reason = f"{name} clipped: {_percent(share)} of samples at -1 or 1 (limit {SATURATED_LIMIT:.0%})"
     else:
         reason = ""
-    return RangeStats(name, low, high, share, 1, int(silent), 0, 0, reason)
+    return RangeStats(name, low, high, share, flat_frames=int(silent), degenerate=reason)
 
 
 def _percent(share: float) -> str:
@@ -528,7 +533,7 @@ def first_differing_stage(
     for (name_a, value_a), (name_b, value_b) in zip(a, b):
         if name_a != name_b:
             note = f"the arms went different ways: {name_a!r} in the first, {name_b!r} in the second"
-            return Comparison(name_a, (), 0, False, max_abs=None, mean_abs=None, note=note)
+            return _unmeasured(name_a, note)
         if isinstance(value_a, Tensor) and isinstance(value_b, Tensor):
             result = _compare_stage(name_a, value_a, value_b)
         else:
@@ -538,7 +543,7 @@ def first_differing_stage(
     if len(a) != len(b):
         longer, which = (a, "first") if len(a) > len(b) else (b, "second")
         name = longer[min(len(a), len(b))][0]
-        return Comparison(name, (), 0, False, max_abs=None, note=f"only the {which} arm has the stage {name!r}")
+        return _unmeasured(name, f"only the {which} arm has the stage {name!r}")
     return None
 
 
@@ -582,7 +587,7 @@ class Trial:
         found = {c.status(tolerance) for c in self.judged(tolerance)}
         if not all(c.bit_exact for c in self.comparisons):
             found.add(WITHIN_TOLERANCE)
-        return next(status for status in (DIFFERENT, NOT_TESTED, WITHIN_TOLERANCE, EQUAL) if status in found)
+        return next(status for status in _WORST_FIRST if status in found)
 
     def worst(self, tolerance: float) -> Comparison:
         """The comparison that a person should look at first: outputs before other stages, larger before smaller."""
@@ -652,11 +657,8 @@ def judge(
     arms = (question, *controls)
     results = [_judge_arm(arm, tolerance) for arm in arms]
     alike = _alike_cases(outputs or {})
-    status = next(
-        status
-        for status in (DIFFERENT, NOT_TESTED, WITHIN_TOLERANCE, EQUAL)
-        if status in [result.status for result in results] or (status == NOT_TESTED and alike)
-    )
+    statuses = {result.status for result in results} | ({NOT_TESTED} if alike else set())
+    status = next(status for status in _WORST_FIRST if status in statuses)
 
     clauses = []
     if results[0].status == status:
@@ -707,10 +709,9 @@ def _judge_arm(arm: Arm, tolerance: float) -> _ArmResult:
     ranges = f" ({ranges})" if ranges else ""
     if WITHIN_TOLERANCE in statuses:
         comparison = worst[1]
-        words = f"{arm.name} is within {tolerance:g} of {arm.against} on {outputs}{tally}: {comparison.name}: "
-        return _ArmResult(
-            WITHIN_TOLERANCE, words + comparison.words() + ranges, f"{WITHIN_TOLERANCE} ({comparison.words()})", worst
-        )
+        found = f"{comparison.name}: {comparison.words()}"
+        words = f"{arm.name} is within {tolerance:g} of {arm.against} on {outputs}{tally}: {found}{ranges}"
+        return _ArmResult(WITHIN_TOLERANCE, words, f"{WITHIN_TOLERANCE} ({comparison.words()})", worst)
     words = f"{arm.name} equals {arm.against} bit for bit on {outputs}{tally}{ranges}"
     return _ArmResult(EQUAL, words, EQUAL, worst)
 
@@ -737,16 +738,15 @@ def _widest(trials: Sequence[Trial]) -> list[RangeStats]:
         if old is None or stats.minimum is None or old.minimum is None:
             merged[stats.name] = old if old is not None and old.minimum is None else stats
             continue
-        merged[stats.name] = RangeStats(
-            stats.name,
-            min(old.minimum, stats.minimum),
-            max(old.maximum, stats.maximum),
-            max(old.saturated_share, stats.saturated_share),
-            max(old.frames, stats.frames),
-            max(old.flat_frames, stats.flat_frames),
-            max(old.alike_frames, stats.alike_frames),
-            0,
-            old.degenerate or stats.degenerate,
+        merged[stats.name] = replace(
+            old,
+            minimum=min(old.minimum, stats.minimum),
+            maximum=max(old.maximum, stats.maximum),
+            saturated_share=max(old.saturated_share, stats.saturated_share),
+            frames=max(old.frames, stats.frames),
+            flat_frames=max(old.flat_frames, stats.flat_frames),
+            alike_frames=max(old.alike_frames, stats.alike_frames),
+            degenerate=old.degenerate or stats.degenerate,
         )
     return list(merged.values())
 
@@ -814,8 +814,7 @@ def _numbers(arms: Sequence[Arm], results: Sequence[_ArmResult], tolerance: floa
                 "against": arm.against,
                 "status": result.status,
                 "words": result.words,
-                "cases": _cases_and_replays(arm.trials)[0],
-                "replays": _cases_and_replays(arm.trials)[1],
+                **dict(zip(("cases", "replays"), _cases_and_replays(arm.trials))),
             }
             for arm, result in zip(arms, results)
         ],

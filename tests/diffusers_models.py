@@ -60,8 +60,6 @@ RENAMES: dict[str, tuple[tuple[str, str], ...]] = {
         (r"act_post", "act_out"),
         (r"downsample\.lowpass", "downsample"),
     ),
-    "spatial upsampler": (),
-    "temporal upsampler": (),
     "duration_head": ((r"cross_attn\.out_proj", "to_out"), (r"cross_attn\.", "")),
     "diffusion_decoder": (
         (r"attn\.proj", "attn.to_out.0"),
@@ -297,7 +295,7 @@ def upsampler(path: Path) -> LTX2LatentUpsamplerModel:
         temporal_upsample=not config.spatial,
         use_rational_resampler=False,
     )
-    return _filled(model, renamed(tensors_of(path), "spatial upsampler" if config.spatial else "temporal upsampler"))
+    return _filled(model, tensors_of(path))
 
 
 def duration_head(path: Path) -> LTX2DurationHead:

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from canvas import Canvas
+from canvas import Canvas, Link
 from comfy_cli.workflow_to_api import convert_ui_to_api
 from server import DEV_TRANSFORMER_FILE, ROOT, ComfyServer, install_pack, install_tiny, make_base
 
@@ -114,6 +114,11 @@ def upscaler(canvas: Canvas) -> int:
     return canvas.add("LTXGraphUpscalerLoader", model_name=SPATIAL_UPSCALER_FILE, download=download)
 
 
+def models_with_text(canvas: Canvas) -> tuple[int, int, tuple[int, int]]:
+    """(transformer, text encoder, VAEs of picture and sound)."""
+    return transformer(canvas), text_encoder(canvas), vaes(canvas)
+
+
 def prompt(canvas: Canvas, encoder: int, text: str, title: str = "Prompt") -> int:
     return canvas.add("CLIPTextEncode", title=title, node_height=200, clip=(encoder, 0), text=text)
 
@@ -122,17 +127,56 @@ def frame_rate(canvas: Canvas) -> int:
     return canvas.add("PrimitiveFloat", title="Frames a second", value=24.0)
 
 
-def conditioning(canvas: Canvas, positive: int, rate: tuple[int, int], negative: int | None = None) -> int:
+def half_size(canvas: Canvas, rate: Link, **inputs) -> Link:
+    latent = canvas.add(
+        "LTXGraphEmptyLatent",
+        title="Size of stage 1 (half)",
+        width=384,
+        height=256,
+        length=121,
+        frame_rate=rate,
+        **inputs,
+    )
+    return latent, 0
+
+
+def conditioning(canvas: Canvas, positive: int, rate: Link, negative: int | None = None) -> int:
     """Both outputs carry the frame rate. Without guidance nobody reads the negative one: the positive stands for it."""
     negative = positive if negative is None else negative
     return canvas.add("LTXVConditioning", positive=(positive, 0), negative=(negative, 0), frame_rate=rate)
 
 
-def save_video(
-    canvas: Canvas, name: str, images: tuple[int, int], audio: tuple[int, int], rate: tuple[int, int]
-) -> None:
+def save_video(canvas: Canvas, name: str, images: Link, audio: Link, rate: Link) -> None:
     video = canvas.add("CreateVideo", images=images, audio=audio, fps=rate)
     canvas.add("SaveVideo", node_height=450, video=(video, 0), filename_prefix=f"ltxgraph/{name}")
+
+
+def stage1(canvas: Canvas, model: int, positive: Link, latent: Link, schedule="distilled", **inputs) -> int:
+    return canvas.add(
+        "LTXGraphSampler",
+        title="Stage 1",
+        model=(model, 0),
+        positive=positive,
+        latent_image=latent,
+        seed=7,
+        schedule=schedule,
+        **inputs,
+    )
+
+
+def stage2(canvas: Canvas, model: int, positive: Link, before: int, schedule="distilled stage 2", **inputs) -> int:
+    """before: the node that gives latent and report."""
+    return canvas.add(
+        "LTXGraphSampler",
+        title="Stage 2",
+        model=(model, 0),
+        positive=positive,
+        latent_image=(before, 0),
+        seed=42,
+        schedule=schedule,
+        report=(before, 1),
+        **inputs,
+    )
 
 
 def upscale(canvas: Canvas, stage: int, doubling: int, models: tuple[int, int]) -> int:
@@ -150,12 +194,12 @@ def decode_and_save(
     x: int,
     name: str,
     models: tuple[int, int],
-    latent: tuple[int, int],
-    rate: tuple[int, int],
-    report: tuple[int, int],
+    latent: Link,
+    rate: Link,
+    report: Link,
     *,
-    sound_of: tuple[int, int] | None = None,
-    sound: tuple[int, int] | None = None,
+    sound_of: Link | None = None,
+    sound: Link | None = None,
 ) -> None:
     """Two columns. sound_of: the latent whose sound is decoded, if it is another; sound: an AUDIO instead of that."""
     with canvas.group("Video", GREEN):
@@ -361,43 +405,22 @@ def text_to_video_two_stage(canvas: Canvas) -> None:
     canvas.note(TWO_STAGE_NOTE, 470)
     with canvas.group("Models"):
         canvas.column(0)
-        model = transformer(canvas)
-        encoder = text_encoder(canvas)
-        models = vaes(canvas)
+        model, encoder, models = models_with_text(canvas)
         doubling = upscaler(canvas)
     with canvas.group("Prompt and size"):
         canvas.column(490)
         text = prompt(canvas, encoder, FOX)
         rate = frame_rate(canvas), 0
-        latent = canvas.add(
-            "LTXGraphEmptyLatent", title="Size of stage 1 (half)", width=384, height=256, length=121, frame_rate=rate
-        )
+        latent = half_size(canvas, rate)
         positive = conditioning(canvas, text, rate), 0
     with canvas.group("Stage 1"):
         canvas.column(980, 360)
-        first = canvas.add(
-            "LTXGraphSampler",
-            title="Stage 1",
-            model=(model, 0),
-            positive=positive,
-            latent_image=(latent, 0),
-            seed=7,
-            schedule="distilled",
-        )
+        first = stage1(canvas, model, positive, latent)
     with canvas.group("Stage 2: twice the size"):
         canvas.column(1400, 300)
         larger = upscale(canvas, first, doubling, models)
         canvas.column(1760, 360)
-        second = canvas.add(
-            "LTXGraphSampler",
-            title="Stage 2",
-            model=(model, 0),
-            positive=positive,
-            latent_image=(larger, 0),
-            seed=42,
-            schedule="distilled stage 2",
-            report=(larger, 1),
-        )
+        second = stage2(canvas, model, positive, larger)
     decode_and_save(canvas, 2180, "text_to_video", models, (second, 0), rate, (second, 1))
 
 
@@ -406,9 +429,7 @@ def image_to_video_two_stage(canvas: Canvas) -> None:
     canvas.note(IMAGE_NOTE, 500)
     with canvas.group("Models"):
         canvas.column(0)
-        model = transformer(canvas)
-        encoder = text_encoder(canvas)
-        models = vaes(canvas)
+        model, encoder, models = models_with_text(canvas)
         doubling = upscaler(canvas)
     with canvas.group("Image, prompt, size"):
         canvas.column(490)
@@ -416,26 +437,14 @@ def image_to_video_two_stage(canvas: Canvas) -> None:
         compressed = canvas.add("LTXVPreprocess", image=(image, 0), img_compression=18)
         text = prompt(canvas, encoder, FOX_FROM_IMAGE)
         rate = frame_rate(canvas), 0
-        latent = canvas.add(
-            "LTXGraphEmptyLatent", title="Size of stage 1 (half)", width=384, height=256, length=121, frame_rate=rate
-        )
+        latent = half_size(canvas, rate)
         positive = conditioning(canvas, text, rate), 0
     with canvas.group("Stage 1"):
         canvas.column(980, 360)
         given = canvas.add(
-            "LTXGraphImageToVideo", video_vae=(models[0], 0), image=(compressed, 0), latent=(latent, 0), strength=0.7
+            "LTXGraphImageToVideo", video_vae=(models[0], 0), image=(compressed, 0), latent=latent, strength=0.7
         )
-        first = canvas.add(
-            "LTXGraphSampler",
-            title="Stage 1",
-            model=(model, 0),
-            positive=positive,
-            latent_image=(given, 0),
-            seed=7,
-            schedule="distilled",
-            sampler_name="euler_ancestral",
-            report=(given, 1),
-        )
+        first = stage1(canvas, model, positive, (given, 0), sampler_name="euler_ancestral", report=(given, 1))
     with canvas.group("Stage 2: twice the size"):
         canvas.column(1400, 300)
         larger = upscale(canvas, first, doubling, models)
@@ -448,17 +457,7 @@ def image_to_video_two_stage(canvas: Canvas) -> None:
             strength=1.0,
             report=(larger, 1),
         )
-        second = canvas.add(
-            "LTXGraphSampler",
-            title="Stage 2",
-            model=(model, 0),
-            positive=positive,
-            latent_image=(given, 0),
-            seed=42,
-            schedule="template stage 2",
-            sampler_name="euler_ancestral",
-            report=(given, 1),
-        )
+        second = stage2(canvas, model, positive, given, "template stage 2", sampler_name="euler_ancestral")
     decode_and_save(canvas, 2180, "image_to_video", models, (second, 0), rate, (second, 1))
 
 
@@ -467,9 +466,7 @@ def first_last_frame(canvas: Canvas) -> None:
     canvas.note(FIRST_LAST_NOTE, 500)
     with canvas.group("Models"):
         canvas.column(0)
-        model = transformer(canvas)
-        encoder = text_encoder(canvas)
-        models = vaes(canvas)
+        model, encoder, models = models_with_text(canvas)
         native = canvas.add("VAELoader", title="Native VAE, for the guides", vae_name=VIDEO_VAE_FILE)
     with canvas.group("Prompt and size"):
         canvas.column(490)
@@ -535,41 +532,18 @@ def dev_guided_two_stage(canvas: Canvas) -> None:
         text = prompt(canvas, encoder, FOX)
         unwanted = prompt(canvas, encoder, NEGATIVE, "Negative prompt")
         rate = frame_rate(canvas), 0
-        latent = canvas.add(
-            "LTXGraphEmptyLatent", title="Size of stage 1 (half)", width=384, height=256, length=121, frame_rate=rate
-        )
+        latent = half_size(canvas, rate)
         both = conditioning(canvas, text, rate, unwanted)
         guidance = canvas.add("LTXGraphGuidance", preset="dev")
     with canvas.group("Stage 1: guided"):
         canvas.column(980, 360)
-        first = canvas.add(
-            "LTXGraphSampler",
-            title="Stage 1",
-            model=(model, 0),
-            positive=(both, 0),
-            negative=(both, 1),
-            guidance=(guidance, 0),
-            latent_image=(latent, 0),
-            seed=7,
-            schedule="dev",
-            steps=30,
-            sampler_name="euler",
-        )
+        guided = {"negative": (both, 1), "guidance": (guidance, 0)}
+        first = stage1(canvas, model, (both, 0), latent, "dev", steps=30, sampler_name="euler", **guided)
     with canvas.group("Stage 2: twice the size"):
         canvas.column(1400, 300)
         larger = upscale(canvas, first, doubling, models)
         canvas.column(1760, 360)
-        second = canvas.add(
-            "LTXGraphSampler",
-            title="Stage 2",
-            model=(distilled, 0),
-            positive=(both, 0),
-            latent_image=(larger, 0),
-            seed=42,
-            schedule="distilled stage 2",
-            sampler_name="euler",
-            report=(larger, 1),
-        )
+        second = stage2(canvas, distilled, (both, 0), larger, sampler_name="euler")
     decode_and_save(canvas, 2180, "dev_guided", models, (second, 0), rate, (second, 1), sound_of=(first, 0))
 
 
@@ -578,62 +552,34 @@ def audio_to_video(canvas: Canvas) -> None:
     canvas.note(AUDIO_NOTE, 460)
     with canvas.group("Models"):
         canvas.column(0)
-        model = transformer(canvas)
-        encoder = text_encoder(canvas)
-        models = vaes(canvas)
+        model, encoder, models = models_with_text(canvas)
         doubling = upscaler(canvas)
     with canvas.group("Prompt and size"):
         canvas.column(490)
         text = prompt(canvas, encoder, SINGER)
         rate = frame_rate(canvas), 0
-        latent = canvas.add(
-            "LTXGraphEmptyLatent",
-            title="Size of stage 1 (half)",
-            width=384,
-            height=256,
-            length=121,
-            frame_rate=rate,
-            with_audio=False,
-        )
+        latent = half_size(canvas, rate, with_audio=False)
         positive = conditioning(canvas, text, rate), 0
     with canvas.group("Given sound"):
         canvas.column(980, 360)
         sound = canvas.add("LoadAudio", title="Sound", node_height=140, audio="sound.wav")
         encoded = canvas.add(
-            "LTXGraphAudioEncode", audio_vae=(models[1], 0), audio=(sound, 0), video_latent=(latent, 0), frame_rate=rate
+            "LTXGraphAudioEncode", audio_vae=(models[1], 0), audio=(sound, 0), video_latent=latent, frame_rate=rate
         )
         joined = canvas.add(
-            "LTXVConcatAVLatent", title="Picture and sound", video_latent=(latent, 0), audio_latent=(encoded, 0)
+            "LTXVConcatAVLatent", title="Picture and sound", video_latent=latent, audio_latent=(encoded, 0)
         )
         kept = canvas.add(
             "LTXGraphTemporalRegion", title="Keep the sound", latent=(joined, 0), regenerate="video", frame_rate=rate
         )
     with canvas.group("Stage 1"):
         canvas.column(1400, 360)
-        first = canvas.add(
-            "LTXGraphSampler",
-            title="Stage 1",
-            model=(model, 0),
-            positive=positive,
-            latent_image=(kept, 0),
-            seed=7,
-            schedule="distilled",
-            report=(encoded, 1),
-        )
+        first = stage1(canvas, model, positive, (kept, 0), report=(encoded, 1))
     with canvas.group("Stage 2: twice the size"):
         canvas.column(1820, 300)
         larger = upscale(canvas, first, doubling, models)
         canvas.column(2180, 360)
-        second = canvas.add(
-            "LTXGraphSampler",
-            title="Stage 2",
-            model=(model, 0),
-            positive=positive,
-            latent_image=(larger, 0),
-            seed=42,
-            schedule="distilled stage 2",
-            report=(larger, 1),
-        )
+        second = stage2(canvas, model, positive, larger)
     decode_and_save(canvas, 2600, "audio_to_video", models, (second, 0), rate, (second, 1), sound=(sound, 0))
 
 
@@ -642,9 +588,7 @@ def retake(canvas: Canvas) -> None:
     canvas.note(RETAKE_NOTE, 420)
     with canvas.group("Models, prompt"):
         canvas.column(0)
-        model = transformer(canvas)
-        encoder = text_encoder(canvas)
-        models = vaes(canvas)
+        model, encoder, models = models_with_text(canvas)
         text = prompt(canvas, encoder, RETAKE)
     with canvas.group("Clip"):
         canvas.column(490)

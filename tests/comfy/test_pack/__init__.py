@@ -21,20 +21,6 @@ class Wildcard(str):
         return False
 
 
-class LTXTestNothing:
-    """A switch of another pack with nothing behind it."""
-
-    RETURN_TYPES = (Wildcard("*"),)
-    FUNCTION = "run"
-    CATEGORY = "test"
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {}}
-
-    def run(self):
-        return (None,)
-
 HOLD_S = 300
 _ask_comfyui = comfy.model_management.throw_exception_if_processing_interrupted
 
@@ -66,29 +52,42 @@ def _held() -> bool:
 comfy.model_management.throw_exception_if_processing_interrupted = _hold_or_go_on
 
 
-class LTXTestRaise:
+class Node:
+    """Of ComfyUI's first node API: INPUTS are all required, and run computes."""
+
+    FUNCTION = "run"
+    CATEGORY = "test"
+    INPUTS: ClassVar = {}
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": cls.INPUTS}
+
+
+class LTXTestNothing(Node):
+    """A switch of another pack with nothing behind it."""
+
+    RETURN_TYPES = (Wildcard("*"),)
+
+    def run(self):
+        return (None,)
+
+
+class LTXTestRaise(Node):
     """A node downstream that fails."""
 
     RETURN_TYPES = ()
     OUTPUT_NODE = True
-    FUNCTION = "run"
-    CATEGORY = "test"
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"images": ("IMAGE",)}}
+    INPUTS: ClassVar = {"images": ("IMAGE",)}
 
     def run(self, images):
         raise RuntimeError("this node always fails")
 
 
-class LTXTestLatent:
+class LTXTestLatent(Node):
     """A LATENT that LTX can't use, or one that is legal and rare."""
 
     RETURN_TYPES = ("LATENT",)
-    FUNCTION = "run"
-    CATEGORY = "test"
-
     MAKE: ClassVar = {
         "image latent": lambda: torch.zeros(1, 4, 2, 2),
         "foreign channels": lambda: torch.zeros(1, 16, 2, 2, 2),
@@ -98,23 +97,17 @@ class LTXTestLatent:
         "audio": lambda: torch.zeros(1, 8, 9, 16),
         "nothing": lambda: None,
     }
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"kind": (list(cls.MAKE),)}}
+    INPUTS: ClassVar = {"kind": (list(MAKE),)}
 
     def run(self, kind):
         samples = self.MAKE[kind]()
         return ({} if samples is None else {"samples": samples},)
 
 
-class LTXTestJunk:
+class LTXTestJunk(Node):
     """An IMAGE or AUDIO that is none, by a switch that lets everything through."""
 
     RETURN_TYPES = (Wildcard("*"),)
-    FUNCTION = "run"
-    CATEGORY = "test"
-
     MAKE: ClassVar = {
         "one frame": lambda: torch.zeros(8, 8, 3),
         "flow": lambda: torch.zeros(2, 8, 8, 2),
@@ -126,79 +119,54 @@ class LTXTestJunk:
         "surround": lambda: {"waveform": torch.zeros(1, 6, 48000), "sample_rate": 48000},
         "sound": lambda: {"waveform": torch.zeros(1, 2, 480), "sample_rate": 48000},
     }
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"kind": (list(cls.MAKE),)}}
+    INPUTS: ClassVar = {"kind": (list(MAKE),)}
 
     def run(self, kind):
         return (self.MAKE[kind](),)
 
 
-class LTXTestConditioningKey:
+class LTXTestConditioningKey(Node):
     """A CONDITIONING with one more key in its dict."""
 
     RETURN_TYPES = ("CONDITIONING",)
-    FUNCTION = "run"
-    CATEGORY = "test"
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"conditioning": ("CONDITIONING",), "key": ("STRING",), "value": ("FLOAT",)}}
+    INPUTS: ClassVar = {"conditioning": ("CONDITIONING",), "key": ("STRING",), "value": ("FLOAT",)}
 
     def run(self, conditioning, key, value):
         return ([[features, {**settings, key: value}] for features, settings in conditioning],)
 
 
-class LTXTestConditioningJunk:
+class LTXTestConditioningJunk(Node):
     """A CONDITIONING with one more key that holds 50,000 entries and an object that can't be compared."""
 
     RETURN_TYPES = ("CONDITIONING",)
-    FUNCTION = "run"
-    CATEGORY = "test"
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"conditioning": ("CONDITIONING",), "key": ("STRING",)}}
+    INPUTS: ClassVar = {"conditioning": ("CONDITIONING",), "key": ("STRING",)}
 
     def run(self, conditioning, key):
         return ([[features, {**settings, key: [None] * 50_000 + [object()]}] for features, settings in conditioning],)
 
 
-class LTXTestVoice:
+class LTXTestVoice(Node):
     """A CONDITIONING with the sound of a reference voice, as LTXVReferenceAudio writes it."""
 
     RETURN_TYPES = ("CONDITIONING",)
-    FUNCTION = "run"
-    CATEGORY = "test"
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"conditioning": ("CONDITIONING",), "tokens": ("INT",), "seed": ("INT",)}}
+    INPUTS: ClassVar = {"conditioning": ("CONDITIONING",), "tokens": ("INT",), "seed": ("INT",)}
 
     def run(self, conditioning, tokens, seed):
         sound = torch.randn((1, tokens, 128), generator=torch.Generator().manual_seed(seed))
         return ([[features, {**settings, "ref_audio": {"tokens": sound}}] for features, settings in conditioning],)
 
 
-class LTXTestSlots:
+class LTXTestSlots(Node):
     """Empty frames behind a video that are to be generated as keyframes at these pixel frames, as ComfyUI's LTX model
     reads them from generated_keyframes; marked: whether the positive conditioning says so."""
 
     RETURN_TYPES = ("CONDITIONING", "CONDITIONING", "LATENT")
-    FUNCTION = "run"
-    CATEGORY = "test"
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {
-            "required": {
-                "conditioning": ("CONDITIONING",),
-                "latent": ("LATENT",),
-                "frames": ("STRING",),
-                "marked": ("BOOLEAN",),
-            }
-        }
+    INPUTS: ClassVar = {
+        "conditioning": ("CONDITIONING",),
+        "latent": ("LATENT",),
+        "frames": ("STRING",),
+        "marked": ("BOOLEAN",),
+    }
 
     def run(self, conditioning, latent, frames, marked):
         video = latent["samples"]
@@ -215,16 +183,11 @@ class LTXTestSlots:
         return (keyed if marked else conditioning, conditioning, {"samples": video, "noise_mask": mask})
 
 
-class LTXTestShiftGuides:
+class LTXTestShiftGuides(Node):
     """A CONDITIONING whose guides stand some frames later."""
 
     RETURN_TYPES = ("CONDITIONING",)
-    FUNCTION = "run"
-    CATEGORY = "test"
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"conditioning": ("CONDITIONING",), "frames": ("INT", {"min": -1000})}}
+    INPUTS: ClassVar = {"conditioning": ("CONDITIONING",), "frames": ("INT", {"min": -1000})}
 
     def run(self, conditioning, frames):
         shifted = []
@@ -235,17 +198,11 @@ class LTXTestShiftGuides:
         return (shifted,)
 
 
-class LTXTestVideoNoise:
+class LTXTestVideoNoise(Node):
     """A NOISE that knows nothing of nested latents."""
 
     RETURN_TYPES = ("NOISE",)
-    FUNCTION = "run"
-    CATEGORY = "test"
     seed = 0
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {}}
 
     def run(self):
         return (self,)
@@ -254,16 +211,11 @@ class LTXTestVideoNoise:
         return torch.zeros(latent["samples"].shape)
 
 
-class LTXTestDescribe:
+class LTXTestDescribe(Node):
     """A LATENT as JSON: shapes, kind, and samples and noise mask averaged over each latent frame."""
 
     RETURN_TYPES = ("STRING",)
-    FUNCTION = "run"
-    CATEGORY = "test"
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"latent": ("LATENT",)}}
+    INPUTS: ClassVar = {"latent": ("LATENT",)}
 
     def run(self, latent):
         def parts(value):
@@ -281,32 +233,22 @@ class LTXTestDescribe:
         return (json.dumps(described),)
 
 
-class LTXTestTouchFile:
+class LTXTestTouchFile(Node):
     """A video VAE whose file changes after its loader has run."""
 
     RETURN_TYPES = ("LTXGRAPH_VIDEO_VAE",)
-    FUNCTION = "run"
-    CATEGORY = "test"
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"video_vae": ("LTXGRAPH_VIDEO_VAE",)}}
+    INPUTS: ClassVar = {"video_vae": ("LTXGRAPH_VIDEO_VAE",)}
 
     def run(self, video_vae):
         os.utime(video_vae.model.header.path)
         return (video_vae,)
 
 
-class LTXTestCancelTheLoad:
+class LTXTestCancelTheLoad(Node):
     """A model whose next read the user cancels as soon as it has begun."""
 
     RETURN_TYPES = ("LTXGRAPH_MODEL",)
-    FUNCTION = "run"
-    CATEGORY = "test"
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"model": ("LTXGRAPH_MODEL",)}}
+    INPUTS: ClassVar = {"model": ("LTXGRAPH_MODEL",)}
 
     def run(self, model):
         resident = model.model
@@ -320,17 +262,12 @@ class LTXTestCancelTheLoad:
         return (model,)
 
 
-class LTXTestResident:
+class LTXTestResident(Node):
     """JSON: of every model of ours that holds weights, its class and whether ComfyUI could evict it."""
 
     RETURN_TYPES = ()
     OUTPUT_NODE = True
-    FUNCTION = "run"
-    CATEGORY = "test"
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"call": ("INT",)}}
+    INPUTS: ClassVar = {"call": ("INT",)}
 
     def run(self, call):
         gc.collect()
@@ -342,18 +279,13 @@ class LTXTestResident:
         return {"ui": {"text": [json.dumps(found)]}}
 
 
-class LTXTestSizes:
-    """JSON: [all, on the device], the bytes that ComfyUI is told of an audio VAE: before its weights are read, then, with
-    the vocoder's packed (here: gone), and evicted."""
+class LTXTestSizes(Node):
+    """JSON: [all, on the device], the bytes that ComfyUI is told of an audio VAE: before its weights are read, then,
+    with the vocoder's packed (here: gone), and evicted."""
 
     RETURN_TYPES = ()
     OUTPUT_NODE = True
-    FUNCTION = "run"
-    CATEGORY = "test"
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"audio_vae": ("LTXGRAPH_AUDIO_VAE",)}}
+    INPUTS: ClassVar = {"audio_vae": ("LTXGRAPH_AUDIO_VAE",)}
 
     def run(self, audio_vae):
         patcher, found = audio_vae.patcher, []
@@ -369,49 +301,22 @@ class LTXTestSizes:
         return {"ui": {"text": [json.dumps(found)]}}
 
 
-class LTXVDualCFGGuider:
+class LTXVDualCFGGuider(Node):
     """Stands in for the core node of this name, which ComfyUI has from 0.32 on and which then wins: workflows with it
     can be converted and validated."""
 
     RETURN_TYPES = ("GUIDER",)
-    FUNCTION = "run"
-    CATEGORY = "test"
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        scale = ("FLOAT", {"default": 1.0, "min": 0.0, "max": 100.0})
-        return {
-            "required": {
-                "model": ("MODEL",),
-                "positive": ("CONDITIONING",),
-                "negative": ("CONDITIONING",),
-                "video_cfg": scale,
-                "audio_cfg": scale,
-            }
-        }
+    SCALE = ("FLOAT", {"default": 1.0, "min": 0.0, "max": 100.0})
+    INPUTS: ClassVar = {
+        "model": ("MODEL",),
+        "positive": ("CONDITIONING",),
+        "negative": ("CONDITIONING",),
+        "video_cfg": SCALE,
+        "audio_cfg": SCALE,
+    }
 
     def run(self, **_):
         raise RuntimeError("this guider only stands in for the core node")
 
 
-NODE_CLASS_MAPPINGS = {
-    cls.__name__: cls
-    for cls in (
-        LTXVDualCFGGuider,
-        LTXTestNothing,
-        LTXTestRaise,
-        LTXTestLatent,
-        LTXTestJunk,
-        LTXTestConditioningKey,
-        LTXTestConditioningJunk,
-        LTXTestVoice,
-        LTXTestSlots,
-        LTXTestShiftGuides,
-        LTXTestVideoNoise,
-        LTXTestDescribe,
-        LTXTestTouchFile,
-        LTXTestCancelTheLoad,
-        LTXTestResident,
-        LTXTestSizes,
-    )
-}
+NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in Node.__subclasses__()}
