@@ -7,10 +7,11 @@ file so needs 2 * STAGING_BYTES of host memory.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
+from . import published
 from .errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -60,18 +62,14 @@ class _Kind:
 
 
 _KINDS = {
-    "transformer": _Kind(
-        "the LTX transformer", "ltx-2.5-22b-distilled-transformer-bf16.safetensors", "diffusion_models"
-    ),
-    "video_vae_conv": _Kind("the conv video VAE", "ltx-2.5-video-vae-conv-bf16.safetensors", "vae"),
-    "video_vae_diffusion": _Kind("the diffusion video VAE", "ltx-2.5-video-vae-bf16.safetensors", "vae"),
-    "audio_vae": _Kind("the audio VAE", "ltx-2.5-audio-vae-bf16.safetensors", "vae"),
-    "text_encoder": _Kind("the text encoder", "gemma4-12b-with-proj-ltx-2.5-bf16.safetensors", "text_encoders"),
-    "latent_upsampler": _Kind(
-        "a latent upscaler", "ltx-2.5-latent-spatial-upscaler-x2-bf16-1.0.safetensors", "latent_upscale_models"
-    ),
-    "duration_head": _Kind("the duration head", "ltx-2.5-duration-head-bf16.safetensors", "model_patches"),
-    "lora": _Kind("a LoRA", "ltx-2.5-22b-distilled-lora-450-bf16.safetensors", "loras"),
+    "transformer": _Kind("the LTX transformer", published.TRANSFORMER_FILE, "diffusion_models"),
+    "video_vae_conv": _Kind("the conv video VAE", published.CONV_VAE_FILE, "vae"),
+    "video_vae_diffusion": _Kind("the diffusion video VAE", published.DIFFUSION_VAE_FILE, "vae"),
+    "audio_vae": _Kind("the audio VAE", published.AUDIO_VAE_FILE, "vae"),
+    "text_encoder": _Kind("the text encoder", published.TEXT_ENCODER_FILE, "text_encoders"),
+    "latent_upsampler": _Kind("a latent upscaler", published.SPATIAL_UPSCALER_FILE, "latent_upscale_models"),
+    "duration_head": _Kind("the duration head", published.DURATION_HEAD_FILE, "model_patches"),
+    "lora": _Kind("a LoRA", published.LORA_FILE, "loras"),
     "conditioning": _Kind("a saved conditioning", "", ""),
 }
 
@@ -96,10 +94,7 @@ class TensorSpec:
 
     @property
     def num_elements(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -438,10 +433,9 @@ def _comfy_quant_format(header: CheckpointHeader, spec: TensorSpec) -> str:
 
 def _bf16_twin(header: CheckpointHeader) -> str:
     """The published bf16 file of the same component."""
-    file = _KINDS[header.component].file if header.prefixes else ""
     if header.component == "transformer" and "dev" in header.path.name.lower():
-        file = file.replace("distilled", "dev")
-    return file
+        return published.DEV_TRANSFORMER_FILE
+    return _KINDS[header.component].file if header.prefixes else ""
 
 
 # --- the weights ----------------------------------------------------------------------------------------------------
@@ -605,24 +599,24 @@ def read_tensors(
         reader.check_unchanged()
     for name, spec in wanted.items():
         if not spec.num_bytes:
-            tensors[name] = torch.empty(spec.shape, dtype=dtype or _FLOAT_DTYPES[spec.dtype], device=device)
+            tensors[name] = torch.empty(spec.shape, dtype=dtype or spec.torch_dtype, device=device)
     return tensors
 
 
 def _read_to_host(
     reader: _Reader, wanted: Mapping[str, TensorSpec], device: torch.device
-) -> Iterable[tuple[int, list[tuple[str, Tensor]]]]:
+) -> Iterator[tuple[int, list[tuple[str, Tensor]]]]:
     """Read each tensor into its own memory. Yields (bytes, [(name, tensor)])."""
     for name, spec in sorted(wanted.items(), key=lambda item: item[1].start):
         if spec.num_bytes:
-            tensor = torch.empty(spec.shape, dtype=_FLOAT_DTYPES[spec.dtype], device=device)
+            tensor = torch.empty(spec.shape, dtype=spec.torch_dtype, device=device)
             reader.read(spec.start, memoryview(_as_bytes(tensor).numpy()))
             yield spec.num_bytes, [(name, tensor)]
 
 
 def _read_through_staging(
     reader: _Reader, wanted: Mapping[str, TensorSpec], device: torch.device
-) -> Iterable[tuple[int, list[tuple[str, Tensor]]]]:
+) -> Iterator[tuple[int, list[tuple[str, Tensor]]]]:
     """Read pieces into two staging buffers in turn and copy them out: while the device copies one, the other is filled.
     Yields (bytes, the tensors completed by this piece)."""
     cuda = device.type == "cuda"
@@ -643,7 +637,7 @@ def _read_through_staging(
         for name, tensor_offset, buffer_offset, count in piece.parts:
             spec = wanted[name]
             if tensor_offset == 0:
-                unfinished[name] = torch.empty(spec.shape, dtype=_FLOAT_DTYPES[spec.dtype], device=device)
+                unfinished[name] = torch.empty(spec.shape, dtype=spec.torch_dtype, device=device)
             target = _as_bytes(unfinished[name])[tensor_offset : tensor_offset + count]
             target.copy_(buffer[buffer_offset : buffer_offset + count], non_blocking=cuda)
             if tensor_offset + count == spec.num_bytes:

@@ -253,9 +253,9 @@ class TransformerConfig:
         if settings is None:
             settings = {**_TRANSFORMER_PUBLISHED, **_transformer_sizes(shapes, source)}
         else:
-            _require_keys(settings, _TRANSFORMER_REQUIRED, source, "transformer")
-        _refuse_other_values(settings, _TRANSFORMER_FIXED, source, "transformer")
-        _require_sizes(settings, _TRANSFORMER_SIZES, source)
+            require_keys(settings, _TRANSFORMER_REQUIRED, source, "transformer")
+        refuse_other_values(settings, _TRANSFORMER_FIXED, source, "transformer")
+        require_sizes(settings, _TRANSFORMER_SIZES, source)
         if model_version is None:
             # 2.5 dropped the video feed-forward bias; nothing else in a bare file tells the two apart.
             model_version = "2.3.0" if "transformer_blocks.0.ff.net.0.proj.bias" in shapes else "2.5.0"
@@ -344,9 +344,9 @@ class ConvVAEConfig:
                 "patch_size": 4,
                 "spatial_padding_mode": "zeros",
             }
-        _require_keys(settings, _VAE_REQUIRED, source, "vae")
-        _refuse_other_values(settings, _VAE_FIXED, source, "vae")
-        _require_sizes(settings, ("latent_channels", "patch_size"), source)
+        require_keys(settings, _VAE_REQUIRED, source, "vae")
+        refuse_other_values(settings, _VAE_FIXED, source, "vae")
+        require_sizes(settings, ("latent_channels", "patch_size"), source)
         return cls(
             latent_channels=settings["latent_channels"],
             encoder_base_channels=settings.get("encoder_base_channels", 128),
@@ -387,9 +387,9 @@ class VideoEncoderConfig:
                 "base_channels": _size(shapes, "encoder.conv_in.conv.weight", 0, source),
                 "spatial_padding_mode": "zeros",
             }
-        _require_keys(settings, _DIFFUSION_ENCODER_REQUIRED, source, "vae.encoder")
-        _refuse_other_values(settings, _DIFFUSION_ENCODER_FIXED, source, "vae.encoder")
-        _require_sizes(settings, ("out_channels", "patch_size"), source)
+        require_keys(settings, _DIFFUSION_ENCODER_REQUIRED, source, "vae.encoder")
+        refuse_other_values(settings, _DIFFUSION_ENCODER_FIXED, source, "vae.encoder")
+        require_sizes(settings, ("out_channels", "patch_size"), source)
         return cls(
             latent_channels=settings["out_channels"],
             base_channels=settings.get("base_channels", 128),
@@ -443,14 +443,14 @@ class DiffusionVAEConfig:
         vae = _section(config, "vae", "decoder")
         if vae is None:
             vae = {"decoder": _diffusion_sizes(shapes, source), "model_output_type": "x0"}
-        _require_keys(vae, ("decoder", "model_output_type"), source, "vae")
-        _refuse_other_values(vae, _DIFFUSION_FIXED, source, "vae")
+        require_keys(vae, ("decoder", "model_output_type"), source, "vae")
+        refuse_other_values(vae, _DIFFUSION_FIXED, source, "vae")
         settings, prediction = vae["decoder"], vae["model_output_type"]
         if prediction not in ("x0", "v"):
             raise CheckpointError(f"{source}: config model_output_type is {prediction!r}, implemented are x0 and v.")
-        _require_keys(settings, _DIFFUSION_DECODER_REQUIRED, source, "vae.decoder")
-        _refuse_other_values(settings, _DIFFUSION_DECODER_FIXED, source, "vae.decoder")
-        _require_sizes(settings, ("in_channels", "patch_size", "head_dim", "default_num_inference_steps"), source)
+        require_keys(settings, _DIFFUSION_DECODER_REQUIRED, source, "vae.decoder")
+        refuse_other_values(settings, _DIFFUSION_DECODER_FIXED, source, "vae.decoder")
+        require_sizes(settings, ("in_channels", "patch_size", "head_dim", "default_num_inference_steps"), source)
         for key in ("stage_channels", "stage_depths", "stage_kernels", "upsamples"):
             if not isinstance(settings[key], (list, tuple)):
                 raise CheckpointError(f"{source}: config {key} is {settings[key]!r}, expected a list.")
@@ -493,7 +493,7 @@ class UpsamplerConfig:
     @classmethod
     def from_shapes(cls, config: Mapping[str, Any], shapes: Shapes, *, source: str = "config") -> UpsamplerConfig:
         """The same from plain values. config: the upsampler's own; {} where the file has none, the tensors show all."""
-        _refuse_other_values(config, _UPSAMPLER_FIXED, source, "upsampler")
+        refuse_other_values(config, _UPSAMPLER_FIXED, source, "upsampler")
         spatial = len(shapes["upsampler.0.weight"]) == 4
         described = (
             bool(config.get("spatial_upsample", spatial)),
@@ -513,7 +513,7 @@ class UpsamplerConfig:
             "mid_channels": _size(shapes, "initial_conv.weight", 0, source),
             "num_blocks_per_stage": _count_blocks(shapes, "res_blocks"),
         } | dict(config)
-        _require_sizes(sizes, ("in_channels", "mid_channels", "num_blocks_per_stage"), source)
+        require_sizes(sizes, ("in_channels", "mid_channels", "num_blocks_per_stage"), source)
         return cls(sizes["in_channels"], sizes["mid_channels"], sizes["num_blocks_per_stage"], spatial)
 
 
@@ -559,7 +559,7 @@ def _section(config: Mapping[str, Any], name: str, flat_mark: str) -> Mapping[st
     return config if flat_mark in config else None
 
 
-def _require_keys(settings: Mapping[str, Any], keys: tuple[str, ...], source: str, section: str) -> None:
+def require_keys(settings: Mapping[str, Any], keys: tuple[str, ...], source: str, section: str) -> None:
     missing = [key for key in keys if key not in settings]
     if missing:
         raise CheckpointError(
@@ -568,13 +568,13 @@ def _require_keys(settings: Mapping[str, Any], keys: tuple[str, ...], source: st
         )
 
 
-def _require_sizes(settings: Mapping[str, Any], keys: tuple[str, ...], source: str) -> None:
+def require_sizes(settings: Mapping[str, Any], keys: tuple[str, ...], source: str) -> None:
     for key in keys:
         if not isinstance(settings[key], int) or settings[key] < 1:
             raise CheckpointError(f"{source}: config {key} is {settings[key]!r}, expected a positive integer.")
 
 
-def _refuse_other_values(settings: Mapping[str, Any], fixed: Mapping[str, Any], source: str, section: str) -> None:
+def refuse_other_values(settings: Mapping[str, Any], fixed: Mapping[str, Any], source: str, section: str) -> None:
     wrong = [
         f"{key}={settings[key]!r} (need {value!r})" for key, value in fixed.items() if settings.get(key, value) != value
     ]
@@ -689,7 +689,7 @@ def _connector(
     if f"{module}.learnable_registers" not in shapes:
         return None
     needed = (f"{key}_num_attention_heads", f"{key}_attention_head_dim", "connector_positional_embedding_max_pos")
-    _require_keys(settings, needed, source, "transformer")
+    require_keys(settings, needed, source, "transformer")
     block = f"{module}.transformer_1d_blocks.0"
     return ConnectorConfig(
         num_layers=_count_blocks(shapes, f"{module}.transformer_1d_blocks"),

@@ -35,20 +35,22 @@ from .config import (
     VideoEncoderConfig,
 )
 from .duration import DurationNetwork
+from .published import (
+    AUDIO_VAE_FILE,
+    CONV_VAE_FILE,
+    DIFFUSION_VAE_FILE,
+    DURATION_HEAD_FILE,
+    LORA_FILE,
+    SPATIAL_UPSCALER_FILE,
+    TEMPORAL_UPSCALER_FILE,
+    TRANSFORMER_FILE,
+)
 from .resident_weights import build_on_meta
 from .transformer.model import LTXTransformer
 from .upsampler import UpsamplerNetwork
 from .video_vae.conv_vae import ConvVideoEncoder, ConvVideoVAE
 from .video_vae.diffusion_vae import DiffusionVideoVAE
 
-TRANSFORMER_FILE = "ltx-2.5-22b-distilled-transformer-bf16.safetensors"
-VIDEO_VAE_FILE = "ltx-2.5-video-vae-conv-bf16.safetensors"
-DIFFUSION_VAE_FILE = "ltx-2.5-video-vae-bf16.safetensors"
-AUDIO_VAE_FILE = "ltx-2.5-audio-vae-bf16.safetensors"
-SPATIAL_UPSCALER_FILE = "ltx-2.5-latent-spatial-upscaler-x2-bf16-1.0.safetensors"
-TEMPORAL_UPSCALER_FILE = "ltx-2.5-latent-temporal-upscaler-x2-bf16-1.0.safetensors"
-DURATION_HEAD_FILE = "ltx-2.5-duration-head-bf16.safetensors"
-LORA_FILE = "ltx-2.5-22b-distilled-lora-450-bf16.safetensors"
 POSITIVE_FILE = "tiny-conditioning-positive.safetensors"
 NEGATIVE_FILE = "tiny-conditioning-negative.safetensors"
 
@@ -375,7 +377,7 @@ def write_tiny_checkpoints(directory: str | os.PathLike[str], *, seed: int = 0) 
     directory.mkdir(parents=True, exist_ok=True)
     return {
         "transformer": write_tiny_transformer(directory / TRANSFORMER_FILE, seed=seed),
-        "video_vae": write_tiny_video_vae(directory / VIDEO_VAE_FILE, seed=seed),
+        "video_vae": write_tiny_video_vae(directory / CONV_VAE_FILE, seed=seed),
         "diffusion_video_vae": write_tiny_diffusion_vae(directory / DIFFUSION_VAE_FILE, seed=seed),
         "audio_vae": write_tiny_audio_vae(directory / AUDIO_VAE_FILE, seed=seed),
         "spatial_upscaler": write_tiny_upsampler(directory / SPATIAL_UPSCALER_FILE, spatial=True, seed=seed),

@@ -8,6 +8,7 @@ from typing import Any
 from comfy_api.latest import io
 from torch import Tensor
 
+from ..ltx_runtime import published
 from ..ltx_runtime.audio_vae import AudioVAE as AudioVAEModel
 from ..ltx_runtime.checkpoint import read_header
 from ..ltx_runtime.errors import RequestError, ShapeError
@@ -21,7 +22,7 @@ from .sample import Report, cuda_graphs_refused
 
 AudioVAE = io.Custom("LTXGRAPH_AUDIO_VAE")
 
-_FILES = ModelFiles(("vae", "checkpoints"), "ltx-2.5-audio-vae-bf16.safetensors", ("audio_vae",))
+_FILES = ModelFiles(("vae", "checkpoints"), published.AUDIO_VAE_FILE, ("audio_vae",))
 
 
 class LTXGraphAudioVAELoader(io.ComfyNode):

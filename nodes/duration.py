@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
+from ..ltx_runtime import published
 from ..ltx_runtime.checkpoint import read_header
 from ..ltx_runtime.duration import (
     DEFAULT_MAX_SECONDS,
@@ -18,7 +19,7 @@ from .conditioning import read_conditioning
 from .load import Model, ModelFiles
 from .sample import Report
 
-_FILES = ModelFiles(("model_patches",), "ltx-2.5-duration-head-bf16.safetensors", ("duration_head",))
+_FILES = ModelFiles(("model_patches",), published.DURATION_HEAD_FILE, ("duration_head",))
 
 
 class LTXGraphDuration(io.ComfyNode):

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from comfy_api.latest import io
 
+from ..ltx_runtime import published
 from ..ltx_runtime.checkpoint import CheckpointHeader, read_header, require_component
 from ..ltx_runtime.errors import LTXError
 from ..ltx_runtime.lora import LoraSpec, fit_loras, generation_notes
@@ -62,12 +63,10 @@ class ModelFiles:
         return host.model_state(name, self.folders, self.published)
 
 
-TRANSFORMERS = ModelFiles(
-    ("diffusion_models", "checkpoints"), "ltx-2.5-22b-distilled-transformer-bf16.safetensors", ("transformer",)
-)
+TRANSFORMERS = ModelFiles(("diffusion_models", "checkpoints"), published.TRANSFORMER_FILE, ("transformer",))
 VIDEO_VAES = ModelFiles(
     ("vae", "checkpoints"),
-    "ltx-2.5-video-vae-bf16.safetensors or ltx-2.5-video-vae-conv-bf16.safetensors",
+    f"{published.DIFFUSION_VAE_FILE} or {published.CONV_VAE_FILE}",
     VIDEO_VAE_COMPONENTS,
 )
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..ltx_runtime import published
 from ..ltx_runtime.errors import LTXError
 from ..ltx_runtime.lora import LoraFile, LoraSpec, read_lora
 from . import host
@@ -14,7 +15,6 @@ LoRA = io.Custom("LTXGRAPH_LORA")  # tuple[LoraSpec, ...]
 ICLoRAParameters = io.Custom("IC_LORA_PARAMETERS")
 
 _FOLDER = "loras"
-_FILE = "ltx-2.5-22b-distilled-lora-450-bf16.safetensors"
 
 
 class LTXGraphLoRA(io.ComfyNode):
@@ -67,7 +67,7 @@ class LTXGraphLoRA(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, lora_name: str | None = None, **_: Any) -> Any:
-        return host.model_state(lora_name, (_FOLDER,), _FILE)
+        return host.model_state(lora_name, (_FOLDER,), published.LORA_FILE)
 
     @classmethod
     def execute(
@@ -83,4 +83,4 @@ class LTXGraphLoRA(io.ComfyNode):
 
 def _read(name: str) -> LoraFile:
     """A LoRA file, its header read and checked. Raises RequestError or CheckpointError."""
-    return read_lora(host.find_model(name, _FOLDER, published=_FILE))
+    return read_lora(host.find_model(name, _FOLDER, published=published.LORA_FILE))

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from comfy_api.latest import io
 
+from ..ltx_runtime import published
 from ..ltx_runtime.checkpoint import read_header
 from ..ltx_runtime.upsampler import LatentUpsampler
 from . import host, live
@@ -16,9 +17,7 @@ from .sample import Report
 
 Upscaler = io.Custom("LTXGRAPH_UPSCALER")
 
-_FILES = ModelFiles(
-    ("latent_upscale_models",), "ltx-2.5-latent-spatial-upscaler-x2-bf16-1.0.safetensors", ("latent_upsampler",)
-)
+_FILES = ModelFiles(("latent_upscale_models",), published.SPATIAL_UPSCALER_FILE, ("latent_upsampler",))
 
 
 class LTXGraphUpscalerLoader(io.ComfyNode):

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from workflow_rules import without_text_nodes
 
-from ltx_runtime.tiny import POSITIVE_FILE, TRANSFORMER_FILE, VIDEO_VAE_FILE
+from ltx_runtime.published import CONV_VAE_FILE, TRANSFORMER_FILE
+from ltx_runtime.tiny import POSITIVE_FILE
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
@@ -163,7 +164,7 @@ def test_files_have_published_names_and_addresses(path):
     }
     assert named == offered
     transformer = TRANSFORMER_FILE.replace("distilled", "dev") if path.stem.startswith("dev") else TRANSFORMER_FILE
-    assert ("diffusion_models", transformer) in named and ("vae", VIDEO_VAE_FILE) in named
+    assert ("diffusion_models", transformer) in named and ("vae", CONV_VAE_FILE) in named
     for node in workflow["nodes"]:
         for model in node["properties"].get("models", []):
             place = f"{model['directory']}/{model['name']}"

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..config import _refuse_other_values, _require_keys, _require_sizes
+from ..config import refuse_other_values, require_keys, require_sizes
 from ..errors import CheckpointError
+from ..published import AUDIO_VAE_FILE
 
 if TYPE_CHECKING:
     from ..checkpoint import CheckpointHeader
@@ -188,23 +189,23 @@ class AudioVAEConfig:
         if "bwe" not in _section(config, source, "vocoder"):
             raise CheckpointError(
                 f"{source}: its vocoder config has no bwe section (bandwidth extension), which LTX-2.3 and 2.5 have. "
-                "This is the audio VAE of LTX-2.0; use ltx-2.5-audio-vae-bf16.safetensors."
+                f"This is the audio VAE of LTX-2.0; use {AUDIO_VAE_FILE}."
             )
         base, extension = _section(config, source, "vocoder", "vocoder"), _section(config, source, "vocoder", "bwe")
 
-        _require_keys(mel_vae, _MEL_VAE_REQUIRED, source, "audio_vae")
-        _refuse_other_values(mel_vae, _MEL_VAE_FIXED, source, "audio_vae")
-        _require_sizes(mel_vae, ("z_channels", "ch", "num_res_blocks", "mel_bins"), source)
-        _require_keys(params, ("sampling_rate",), source, "audio_vae")
-        _require_keys(stft, ("filter_length", "hop_length"), source, "audio_vae.preprocessing.stft")
-        _refuse_other_values(stft, {"win_length": stft["filter_length"]}, source, "audio_vae.preprocessing.stft")
-        _require_sizes(stft, ("filter_length", "hop_length"), source)
-        _require_keys(mel, ("mel_fmin", "mel_fmax"), source, "audio_vae.preprocessing.mel")
-        _refuse_other_values(mel, {"n_mel_channels": mel_vae["mel_bins"]}, source, "audio_vae.preprocessing.mel")
-        _require_keys(extension, _EXTENSION_SIZES, source, "vocoder.bwe")
-        _refuse_other_values(extension, {**_EXTENSION_FIXED, "win_size": extension["n_fft"]}, source, "vocoder.bwe")
-        _require_sizes(extension, _EXTENSION_SIZES, source)
-        _refuse_other_values(base, _GENERATOR_FIXED, source, "vocoder.vocoder")
+        require_keys(mel_vae, _MEL_VAE_REQUIRED, source, "audio_vae")
+        refuse_other_values(mel_vae, _MEL_VAE_FIXED, source, "audio_vae")
+        require_sizes(mel_vae, ("z_channels", "ch", "num_res_blocks", "mel_bins"), source)
+        require_keys(params, ("sampling_rate",), source, "audio_vae")
+        require_keys(stft, ("filter_length", "hop_length"), source, "audio_vae.preprocessing.stft")
+        refuse_other_values(stft, {"win_length": stft["filter_length"]}, source, "audio_vae.preprocessing.stft")
+        require_sizes(stft, ("filter_length", "hop_length"), source)
+        require_keys(mel, ("mel_fmin", "mel_fmax"), source, "audio_vae.preprocessing.mel")
+        refuse_other_values(mel, {"n_mel_channels": mel_vae["mel_bins"]}, source, "audio_vae.preprocessing.mel")
+        require_keys(extension, _EXTENSION_SIZES, source, "vocoder.bwe")
+        refuse_other_values(extension, {**_EXTENSION_FIXED, "win_size": extension["n_fft"]}, source, "vocoder.bwe")
+        require_sizes(extension, _EXTENSION_SIZES, source)
+        refuse_other_values(base, _GENERATOR_FIXED, source, "vocoder.vocoder")
 
         found = cls(
             latent_channels=mel_vae["z_channels"],
@@ -235,14 +236,14 @@ def _section(config: Mapping[str, Any], source: str, *names: str) -> Mapping[str
         if not isinstance(config, Mapping):
             raise CheckpointError(
                 f"{source}: the config in its metadata has no section {'.'.join(names[:depth])}, which the audio VAE "
-                "needs. Use ltx-2.5-audio-vae-bf16.safetensors as published."
+                f"needs. Use {AUDIO_VAE_FILE} as published."
             )
     return config
 
 
 def _generator(settings: Mapping[str, Any], source: str, section: str) -> GeneratorConfig:
-    _require_keys(settings, _GENERATOR_REQUIRED, source, section)
-    _require_sizes(settings, ("upsample_initial_channel",), source)
+    require_keys(settings, _GENERATOR_REQUIRED, source, section)
+    require_sizes(settings, ("upsample_initial_channel",), source)
     rates, kernels = _sizes(settings, "upsample_rates", source), _sizes(settings, "upsample_kernel_sizes", source)
     blocks = _sizes(settings, "resblock_kernel_sizes", source)
     dilations = tuple(

@@ -13,20 +13,21 @@ from pathlib import Path
 
 from canvas import Canvas, Link
 from comfy_cli.workflow_to_api import convert_ui_to_api
-from server import DEV_TRANSFORMER_FILE, ROOT, ComfyServer, install_pack, install_tiny, make_base
+from server import ROOT, ComfyServer, install_pack, install_tiny, make_base
 
 import dev
-from ltx_runtime.tiny import (
+from ltx_runtime.published import (
     AUDIO_VAE_FILE,
+    CONV_VAE_FILE,
+    DEV_TRANSFORMER_FILE,
     DIFFUSION_VAE_FILE,
     LORA_FILE,
-    POSITIVE_FILE,
     SPATIAL_UPSCALER_FILE,
+    TEXT_ENCODER_FILE,
     TRANSFORMER_FILE,
-    VIDEO_VAE_FILE,
 )
+from ltx_runtime.tiny import POSITIVE_FILE
 
-TEXT_ENCODER_FILE = "gemma4-12b-with-proj-ltx-2.5-bf16.safetensors"
 CLIP_LOADER_ID = 100
 GREEN, GREY, VIOLET = "#3f9e57", "#8a8a8a", "#a1309b"
 
@@ -73,7 +74,7 @@ TRANSFORMER = f"diffusion_models/{TRANSFORMER_FILE}"
 DEV_TRANSFORMER = f"diffusion_models/{DEV_TRANSFORMER_FILE}"
 LORA = f"loras/{LORA_FILE}"
 TEXT_ENCODER = f"text_encoders/{TEXT_ENCODER_FILE}"
-VIDEO_VAE = f"vae/{VIDEO_VAE_FILE}"
+VIDEO_VAE = f"vae/{CONV_VAE_FILE}"
 DIFFUSION_VIDEO_VAE = f"vae/{DIFFUSION_VAE_FILE}"
 EITHER_DECODER = (
     f", the convolutional decoder; or `{DIFFUSION_VIDEO_VAE}`, the diffusion decoder of ComfyUI's templates: choose it "
@@ -100,7 +101,7 @@ def text_encoder(canvas: Canvas) -> int:
     )
 
 
-def video_vae(canvas: Canvas, file: str = VIDEO_VAE_FILE, title: str | None = None) -> int:
+def video_vae(canvas: Canvas, file: str = CONV_VAE_FILE, title: str | None = None) -> int:
     return canvas.add("LTXGraphVideoVAELoader", title=title, vae_name=file, download=("vae", file))
 
 
@@ -467,7 +468,7 @@ def first_last_frame(canvas: Canvas) -> None:
     with canvas.group("Models"):
         canvas.column(0)
         model, encoder, models = models_with_text(canvas)
-        native = canvas.add("VAELoader", title="Native VAE, for the guides", vae_name=VIDEO_VAE_FILE)
+        native = canvas.add("VAELoader", title="Native VAE, for the guides", vae_name=CONV_VAE_FILE)
     with canvas.group("Prompt and size"):
         canvas.column(490)
         text = prompt(canvas, encoder, BETWEEN)

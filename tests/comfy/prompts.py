@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import copy
 
-TRANSFORMER = "ltx-2.5-22b-distilled-transformer-bf16.safetensors"
-VIDEO_VAE = "ltx-2.5-video-vae-conv-bf16.safetensors"
-POSITIVE = "tiny-conditioning-positive.safetensors"
+from ltx_runtime.published import CONV_VAE_FILE, TRANSFORMER_FILE
+from ltx_runtime.tiny import POSITIVE_FILE
+
 FRAMES, HEIGHT, WIDTH = 9, 64, 96
 
 
@@ -32,9 +32,9 @@ def parity_run() -> dict:
 
 
 _RENDER = {
-    "model": node("LTXGraphModelLoader", unet_name=TRANSFORMER),
-    "video_vae": node("LTXGraphVideoVAELoader", vae_name=VIDEO_VAE),
-    "positive": node("LTXGraphLoadConditioning", conditioning_name=POSITIVE),
+    "model": node("LTXGraphModelLoader", unet_name=TRANSFORMER_FILE),
+    "video_vae": node("LTXGraphVideoVAELoader", vae_name=CONV_VAE_FILE),
+    "positive": node("LTXGraphLoadConditioning", conditioning_name=POSITIVE_FILE),
     "latent": node("LTXGraphEmptyLatent", width=WIDTH, height=HEIGHT, length=FRAMES, batch_size=1, frame_rate=24.0,
                    with_audio=True),
     "sampler": node("LTXGraphSampler", model=["model", 0], positive=["positive", 0], latent_image=["latent", 0], seed=7,

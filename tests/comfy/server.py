@@ -24,12 +24,13 @@ from pathlib import Path
 
 import aiohttp
 
+from ltx_runtime.published import DEV_TRANSFORMER_FILE
+
 ROOT = Path(__file__).resolve().parents[2]
 STUBS = ROOT / "tests" / "stubs"
 PACK_NAME = "ComfyUI-LTXGraph"
 # Not part of the pack as it is published (.comfyignore), so no server test may come to lean on it.
 NEVER_PUBLISHED = (".git", ".venv", ".cache", ".demo", "node_modules", "__pycache__")
-DEV_TRANSFORMER_FILE = "ltx-2.5-22b-dev-transformer-bf16.safetensors"
 SILENCE_S = 5
 FINAL_EVENTS = ("execution_success", "execution_error", "execution_interrupted")
 

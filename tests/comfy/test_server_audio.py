@@ -13,7 +13,7 @@ import pytest
 from prompts import FRAMES, node
 from server import PromptRefused
 
-from ltx_runtime.tiny import AUDIO_VAE_FILE
+from ltx_runtime.published import AUDIO_VAE_FILE, CONV_VAE_FILE
 
 FRAME_RATE = 24.0
 LATENT_FRAMES = 9  # round(9 / 24 * 25)
@@ -105,7 +105,7 @@ def test_a_latent_without_sound_is_refused_in_words(client):
 
 def test_another_file_is_named_before_anything_runs(client):
     prompt = with_sound()
-    prompt["audio_vae"]["inputs"]["vae_name"] = prompts.VIDEO_VAE
+    prompt["audio_vae"]["inputs"]["vae_name"] = CONV_VAE_FILE
     with pytest.raises(PromptRefused) as refusal:
         client.run(prompt)
     assert f"is the conv video VAE, not the audio VAE. Pick {AUDIO_VAE_FILE} from models/vae" in refusal.value.details()

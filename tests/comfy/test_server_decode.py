@@ -10,7 +10,7 @@ import pytest
 from prompts import FRAMES, HEIGHT, WIDTH, node
 from server import PromptRefused
 
-from ltx_runtime.tiny import DIFFUSION_VAE_FILE, TRANSFORMER_FILE
+from ltx_runtime.published import CONV_VAE_FILE, DIFFUSION_VAE_FILE, TRANSFORMER_FILE
 
 
 def decoding(vae_name: str, **inputs) -> dict:
@@ -39,7 +39,7 @@ def test_the_diffusion_vae_decodes_what_the_sampler_made(client, base, frames_of
     notes = decode_notes(base)
     assert any("neighbourhood attention by torch" in note for note in notes)
     assert any(f"whole clip: {FRAMES} frames of {WIDTH}x{HEIGHT}" in note for note in notes)
-    conv = frames_of(client.run(decoding(prompts.VIDEO_VAE)))
+    conv = frames_of(client.run(decoding(CONV_VAE_FILE)))
     assert np.abs(frames.astype(int) - conv).mean() > 5  # the other decoder's picture
 
 
@@ -67,7 +67,7 @@ def tiled_against_untiled(vae_name: str, **inputs) -> dict:
 @pytest.mark.parametrize("vae_name, words, count, rows", [
     # The smallest picture of the diffusion decoder is 96 pixels high: it is padded, and tiled with its padding.
     (DIFFUSION_VAE_FILE, "tiles of up to 9 frames of 64x64 that share 32 pixels", 4, [[32, 64]]),
-    (prompts.VIDEO_VAE, "tiles of 64 pixels that share 32, each as whole clip: 9 frames", 2, []),
+    (CONV_VAE_FILE, "tiles of 64 pixels that share 32, each as whole clip: 9 frames", 2, []),
 ])
 def test_asked_tiles_are_made_and_compared_with_the_untiled_picture(client, vae_name, words, count, rows):
     run = client.run(tiled_against_untiled(vae_name))

@@ -11,18 +11,14 @@ import prompts
 import pytest
 import torch
 from PIL import Image
-from prompts import TRANSFORMER, VIDEO_VAE, node
+from prompts import node
 from safetensors import safe_open
 from safetensors.torch import save_file
 from server import ComfyServer, PromptRefused
 
 from ltx_runtime.conditioning_file import save_conditioning
-from ltx_runtime.tiny import (
-    AUDIO_VAE_FILE,
-    SPATIAL_UPSCALER_FILE,
-    write_tiny_checkpoints,
-    write_tiny_transformer,
-)
+from ltx_runtime.published import AUDIO_VAE_FILE, CONV_VAE_FILE, SPATIAL_UPSCALER_FILE, TRANSFORMER_FILE
+from ltx_runtime.tiny import write_tiny_checkpoints, write_tiny_transformer
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
@@ -159,7 +155,7 @@ def model_file(base):
 
 
 def test_a_vae_picked_as_the_transformer(client, base, model_file):
-    name = model_file("diffusion_models", "mistaken.safetensors", copy_of=base / "models/vae" / VIDEO_VAE)
+    name = model_file("diffusion_models", "mistaken.safetensors", copy_of=base / "models/vae" / CONV_VAE_FILE)
     prompt = prompts.render()
     prompt["model"]["inputs"]["unet_name"] = name
     text = refusal(client, prompt)
@@ -167,7 +163,7 @@ def test_a_vae_picked_as_the_transformer(client, base, model_file):
 
 
 def test_a_transformer_picked_as_the_vae(client, base, model_file):
-    name = model_file("vae", "mistaken.safetensors", copy_of=base / "models/diffusion_models" / TRANSFORMER)
+    name = model_file("vae", "mistaken.safetensors", copy_of=base / "models/diffusion_models" / TRANSFORMER_FILE)
     prompt = prompts.render()
     prompt["video_vae"]["inputs"]["vae_name"] = name
     text = refusal(client, prompt)
@@ -190,7 +186,7 @@ def test_files_that_are_no_checkpoint(client, model_file, content, word):
 
 
 def test_a_truncated_file(client, base, model_file):
-    whole = (base / "models/diffusion_models" / TRANSFORMER).read_bytes()
+    whole = (base / "models/diffusion_models" / TRANSFORMER_FILE).read_bytes()
     prompt = prompts.render()
     prompt["model"]["inputs"]["unet_name"] = model_file(
         "diffusion_models", "half.safetensors", whole[: len(whole) // 2]
@@ -354,7 +350,7 @@ def test_guides_outside_the_clip(client, base, frames):
     prompt["rate"] = node(
         "LTXVConditioning", positive=["positive", 0], negative=["positive", 0], frame_rate=24.0
     )
-    prompt["native_vae"] = node("VAELoader", vae_name=VIDEO_VAE)
+    prompt["native_vae"] = node("VAELoader", vae_name=CONV_VAE_FILE)
     prompt["image"] = node("LoadImage", image="guide.png")
     prompt["guide"] = node(
         "LTXVAddGuide", positive=["rate", 0], negative=["rate", 1], vae=["native_vae", 0], latent=["latent", 0],
@@ -370,7 +366,7 @@ def test_two_generations_are_refused_by_the_names_of_both(client, base):
     prompt = sampled(schedule="distilled stage 2")
     prompt["model"]["inputs"]["unet_name"] = old.name
     text = failure(client, prompt, at="decode")
-    assert f"{old.name} is of LTX 2.3.0, {VIDEO_VAE} of LTX 2.5.0" in text
+    assert f"{old.name} is of LTX 2.3.0, {CONV_VAE_FILE} of LTX 2.5.0" in text
     del prompt["decode"], prompt["save"]
     prompt["audio_vae"] = node("LTXGraphAudioVAELoader", vae_name=AUDIO_VAE_FILE)
     prompt["sound"] = node("LTXGraphAudioDecode", audio_vae=["audio_vae", 0], samples=["sampler", 0])
@@ -429,7 +425,7 @@ def test_graph_without_cuda_runs_eager_or_raises(client, frames_of):
 @pytest.fixture
 def changing_file(base, tmp_path):
     """The transformer's path, and its original content restored afterwards."""
-    path = base / "models" / "diffusion_models" / TRANSFORMER
+    path = base / "models" / "diffusion_models" / TRANSFORMER_FILE
     kept = tmp_path / "kept.safetensors"
     shutil.copy2(path, kept)
     yield path

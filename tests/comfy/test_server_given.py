@@ -11,7 +11,7 @@ from PIL import Image
 from prompts import FRAMES, HEIGHT, WIDTH, node
 from server import PromptRefused
 
-from ltx_runtime.tiny import AUDIO_VAE_FILE, SPATIAL_UPSCALER_FILE
+from ltx_runtime.published import AUDIO_VAE_FILE, CONV_VAE_FILE, SPATIAL_UPSCALER_FILE
 
 # One bf16 encoder against one in float32, both decoded by the same decoder: 8-bit levels, on average.
 BF16_LEVELS = 3.0
@@ -29,7 +29,7 @@ def described(client, prompt: dict, source: str) -> dict:
 def image_to_video(**inputs) -> dict:
     """An image given to an empty clip with sound."""
     return {
-        "video_vae": node("LTXGraphVideoVAELoader", vae_name=prompts.VIDEO_VAE),
+        "video_vae": node("LTXGraphVideoVAELoader", vae_name=CONV_VAE_FILE),
         "image": node("LoadImage", image="given.png"),
         "latent": prompts.render()["latent"],
         "given": node(
@@ -81,7 +81,7 @@ def test_it_is_what_the_native_node_gives(client, frames_of):
     prompt["decode"] = node("LTXGraphVideoDecode", video_vae=["video_vae", 0], samples=["given", 0], temporal_size=0)
     prompt["save"] = node("SaveImage", images=["decode", 0], filename_prefix="given")
     ours = frames_of(client.run(prompt))
-    prompt["native_vae"] = node("VAELoader", vae_name=prompts.VIDEO_VAE)
+    prompt["native_vae"] = node("VAELoader", vae_name=CONV_VAE_FILE)
     prompt["given"] = node(
         "LTXVImgToVideoInplace",
         vae=["native_vae", 0],
@@ -172,7 +172,7 @@ def clip_with_sound() -> dict:
     return {
         "model": prompts.render()["model"],
         "positive": prompts.render()["positive"],
-        "video_vae": node("LTXGraphVideoVAELoader", vae_name=prompts.VIDEO_VAE),
+        "video_vae": node("LTXGraphVideoVAELoader", vae_name=CONV_VAE_FILE),
         "audio_vae": node("LTXGraphAudioVAELoader", vae_name=AUDIO_VAE_FILE),
         "clip": node("LoadVideo", file="clip.mp4"),
         "parts": node("GetVideoComponents", video=["clip", 0]),

@@ -9,6 +9,8 @@ import prompts
 import pytest
 from prompts import node
 
+from ltx_runtime.published import CONV_VAE_FILE
+
 GUIDANCE = {
     "preset": "custom",
     "passes": "auto",
@@ -100,7 +102,7 @@ def test_a_negative_prompt_of_another_clip_is_refused(client, negative, words):
     prompt["latent"]["inputs"]["with_audio"] = False
     for name, rate in (("rate", 24.0), ("other rate", 12.0)):
         prompt[name] = node("LTXVConditioning", positive=["positive", 0], negative=["positive", 0], frame_rate=rate)
-    prompt["native_vae"] = node("VAELoader", vae_name=prompts.VIDEO_VAE)
+    prompt["native_vae"] = node("VAELoader", vae_name=CONV_VAE_FILE)
     prompt["image"] = node("LoadImage", image="first_frame.png")
     prompt["guide"] = node(
         "LTXVAddGuide", positive=["rate", 0], negative=["rate", 1], vae=["native_vae", 0], latent=["latent", 0],

@@ -10,7 +10,8 @@ import pytest
 from prompts import node
 from server import ComfyServer, PromptRefused
 
-from ltx_runtime.tiny import LORA_FILE, write_tiny_lora
+from ltx_runtime.published import LORA_FILE
+from ltx_runtime.tiny import write_tiny_lora
 
 
 @pytest.fixture(scope="module", autouse=True)

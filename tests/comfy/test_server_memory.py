@@ -7,7 +7,7 @@ import json
 import prompts
 from prompts import node
 
-from ltx_runtime.tiny import AUDIO_VAE_FILE
+from ltx_runtime.published import AUDIO_VAE_FILE
 
 
 def resident(client, call: int) -> list:

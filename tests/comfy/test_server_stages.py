@@ -10,7 +10,7 @@ from PIL import Image
 from prompts import FRAMES, HEIGHT, WIDTH, node
 from server import PromptRefused
 
-from ltx_runtime.tiny import DURATION_HEAD_FILE, SPATIAL_UPSCALER_FILE, TEMPORAL_UPSCALER_FILE
+from ltx_runtime.published import CONV_VAE_FILE, DURATION_HEAD_FILE, SPATIAL_UPSCALER_FILE, TEMPORAL_UPSCALER_FILE
 
 # One bf16 run against one in float32, both decoded by the same decoder: 8-bit levels, on average.
 BF16_LEVELS = 3.0
@@ -31,7 +31,7 @@ def upscaling(file: str) -> dict:
 def encoding(**inputs) -> dict:
     """An image of the input folder, encoded and decoded again."""
     return {
-        "video_vae": node("LTXGraphVideoVAELoader", vae_name=prompts.VIDEO_VAE),
+        "video_vae": node("LTXGraphVideoVAELoader", vae_name=CONV_VAE_FILE),
         "image": node("LoadImage", image="gradient.png"),
         "encode": node("LTXGraphVideoEncode", **{
             "video_vae": ["video_vae", 0], "pixels": ["image", 0], "width": 0, "height": 0, "temporal_size": 0,
@@ -82,7 +82,7 @@ def test_upscale_agrees_with_the_native_node(client, frames_of):
     prompt = upscaling(SPATIAL_UPSCALER_FILE)
     prompt["latent"]["inputs"]["with_audio"] = False
     ours = frames_of(client.run(prompt))
-    prompt["native_vae"] = node("VAELoader", vae_name=prompts.VIDEO_VAE)
+    prompt["native_vae"] = node("VAELoader", vae_name=CONV_VAE_FILE)
     prompt["upscaler"] = node("LatentUpscaleModelLoader", model_name=SPATIAL_UPSCALER_FILE)
     prompt["upscale"] = node(
         "LTXVLatentUpsampler", samples=["sampler", 0], upscale_model=["upscaler", 0], vae=["native_vae", 0]
@@ -136,7 +136,7 @@ def test_an_image_is_encoded_as_the_native_node_does(client, base, frames_of):
     phases = {event["phase"] for event in last_log(base)}
     assert {"encode.video.chunk", "decode.video.chunk", "transfer.to_host"} <= phases
     prompt = encoding()
-    prompt["native_vae"] = node("VAELoader", vae_name=prompts.VIDEO_VAE)
+    prompt["native_vae"] = node("VAELoader", vae_name=CONV_VAE_FILE)
     prompt["encode"] = node("VAEEncode", pixels=["image", 0], vae=["native_vae", 0])
     del prompt["decode"]["inputs"]["report"]
     native = frames_of(client.run(prompt))
@@ -209,7 +209,7 @@ def test_limits_of_the_duration_in_the_wrong_order_are_refused_before_the_model_
 
 def test_another_file_as_the_duration_head_is_refused(client, base):
     wrong = base / "models" / "model_patches" / "wrong.safetensors"
-    wrong.write_bytes((base / "models" / "vae" / prompts.VIDEO_VAE).read_bytes())
+    wrong.write_bytes((base / "models" / "vae" / CONV_VAE_FILE).read_bytes())
     prompt = prompts.render()
     prompt["duration"] = node(
         "LTXGraphDuration", model=["model", 0], positive=["positive", 0], duration_head=wrong.name, frame_rate=24.0,

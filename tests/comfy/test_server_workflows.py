@@ -12,7 +12,8 @@ from saved_video import read_video
 from server import ROOT
 from workflow_rules import in_bundled_names, small, small_size, with_decoder, without_text_nodes
 
-from ltx_runtime.tiny import DIFFUSION_VAE_FILE, NEGATIVE_FILE, POSITIVE_FILE, VIDEO_VAE_FILE
+from ltx_runtime.published import CONV_VAE_FILE, DIFFUSION_VAE_FILE
+from ltx_runtime.tiny import NEGATIVE_FILE, POSITIVE_FILE
 
 NAMES = sorted(path.stem for path in (ROOT / "workflows" / "api").glob("*.json"))
 FRAME_RATE = 24
@@ -47,7 +48,7 @@ def tiny(name: str) -> dict:
 def test_runs_on_tiny_files_under_published_names(client, name, decoder):
     """With either decoder: the file in the loader is all that changes."""
     workflow = tiny(name)
-    other = with_decoder(workflow, {"conv": VIDEO_VAE_FILE, "diffusion": DIFFUSION_VAE_FILE}[decoder])
+    other = with_decoder(workflow, {"conv": CONV_VAE_FILE, "diffusion": DIFFUSION_VAE_FILE}[decoder])
     assert (other == workflow) == (decoder == "conv")
     workflow = other
     run = client.run(workflow)
@@ -83,7 +84,7 @@ def test_both_decoders_are_compared_with_their_tiles_and_with_each_other(client)
         ("decode whole clip", "decode 2 tiles sharing 32 px"): None,
         ("decode whole clip", "decode 4 tiles sharing 32 px"): True,  # the padded picture has more rows
     }
-    decoders = tuple(f"video_vae {file}".removesuffix(".safetensors") for file in (VIDEO_VAE_FILE, DIFFUSION_VAE_FILE))
+    decoders = tuple(f"video_vae {file}".removesuffix(".safetensors") for file in (CONV_VAE_FILE, DIFFUSION_VAE_FILE))
     assert set(names) == {*tiled, decoders}
     for arms, verdict in names.items():
         assert verdict["status"] == "different", verdict["words"]
