@@ -1,13 +1,12 @@
 """Two pictures that a person can read at a glance: where two clips differ, and where a render's time went.
 
-Both come as float32 IMAGE tensors (1, H, W, 3) in [0, 1] on the CPU; `png_bytes` makes a file of one. They are drawn
-with Pillow's own font, from plain values: tensors, a Comparison, a Verdict, and the events of the phase log.
+Both come as float32 IMAGE tensors (1, H, 1600, 3) in [0, 1] on the CPU. They are drawn with Pillow's own font, from
+plain values: tensors, a Comparison, a Verdict, and the events of the phase log.
 """
 
 from __future__ import annotations
 
 import functools
-import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -32,6 +31,16 @@ from .seams import SeamFindings
 from .timing import SEGMENT, summarize
 from .video_vae.tiling import Range
 
+# Left, top, right, bottom in pixels; red, green, blue of 255.
+Box = tuple[float, float, float, float]
+Colour = tuple[int, int, int]
+# Of one phase: its GPU-busy share or None, and whether that was measured on this very event.
+Share = tuple[float | None, bool]
+
+WIDTH = 1600
+TIMELINE_HEIGHT = 700
+
+WHITE = (255, 255, 255)
 PAPER = (250, 250, 248)
 INK = (28, 32, 38)
 FAINT = (120, 126, 134)
@@ -65,14 +74,6 @@ GPU_COLOUR = (52, 170, 96)
 GPU_INFERRED = (166, 214, 184)
 
 
-def png_bytes(image: Tensor) -> bytes:
-    """One IMAGE (1, H, W, 3) or (H, W, 3) in [0, 1] as an 8-bit PNG."""
-    frame = image[0] if image.dim() == 4 else image
-    file = io.BytesIO()
-    _picture(frame).save(file, format="PNG")
-    return file.getvalue()
-
-
 def difference_picture(
     a: Tensor,
     b: Tensor | None,
@@ -82,7 +83,6 @@ def difference_picture(
     waveform: Comparison | None = None,
     seams: SeamFindings | None = None,
     names: tuple[str, str] = ("A", "B"),
-    width: int = 1600,
 ) -> Tensor:
     """Contact sheet of two clips: verdict, the worst frame of both, their difference, and its size over time.
 
@@ -91,7 +91,7 @@ def difference_picture(
     tiles overlap, at the edges of the difference and of its strip.
     Differences are drawn from black to white, white being the largest one (its value is written beside); a pixel
     that differs stays visible when the picture is made smaller. Equal clips say so in the place of the difference.
-    Returns (1, H, width, 3).
+    Returns (1, H, 1600, 3); H follows the clips' proportions and what there is to show.
     """
     if b is not None and comparison is None:
         comparison = compare_frames(a, b)
@@ -99,10 +99,10 @@ def difference_picture(
     frame = comparison.largest.index[0] if comparable and comparison.largest else a.shape[0] // 2
 
     margin, gutter = 28, 16
-    panel_width = (width - 2 * margin - 3 * gutter) // 4
+    panel_width = (WIDTH - 2 * margin - 3 * gutter) // 4
     panel_height = max(120, min(round(panel_width * a.shape[1] / max(a.shape[2], 1)), 560))
     strips = [c for c in (comparison if comparable else None, waveform) if c is not None and c.group_max]
-    sheet = _Sheet(width, 2000)
+    sheet = _Sheet(2000)
     top = _banner(sheet, verdict, margin)
 
     drawn = comparable and comparison.differing > 0
@@ -128,41 +128,35 @@ def difference_picture(
         _heat_scale(sheet, (boxes[2][0], top + panel_height + 14, boxes[3][2]), comparison)
         top += 54
         if seams is not None:
-            top += _seam_words(sheet, (margin, top + panel_height + 22, width - margin), seams)
+            top += _seam_words(sheet, (margin, top + panel_height + 22, WIDTH - margin), seams)
     else:
         sheet.note((*boxes[2][:2], *boxes[3][2:]), *_no_difference(b, comparison, comparable))
     top += panel_height + 28
     for strip in strips:
         tall = 150 if any(strip.group_max) else 70
         marked = seams.shared[0] if seams is not None and strip is comparison else ()
-        _strip(sheet, (margin, top, width - margin, top + tall), strip, marked)
+        _strip(sheet, (margin, top, WIDTH - margin, top + tall), strip, marked)
         top += tall + 50
     return sheet.tensor(top)
 
 
-def timeline_picture(
-    events: Iterable[Mapping],
-    *,
-    title: str = "",
-    width: int = 1600,
-    height: int = 700,
-) -> Tensor:
+def timeline_picture(events: Iterable[Mapping], *, title: str = "") -> Tensor:
     """Where a render's time went: one row a phase, one bar each time it ran, a band of GPU-busy, captures marked.
 
     events: of the phase log (`Timeline.events`, or the parsed lines of its file). title: what was rendered, in words.
     Time between the nodes' stays is cut out, and a load that would dwarf the render is drawn shorter; both are hatched,
-    with their length below. Returns (1, height, width, 3).
+    with their length below. Returns (1, 700, 1600, 3).
     """
     events = sorted(events, key=lambda event: event["t_ms"])
     ends = [event for event in events if event["event"] == "end" and event["phase"] != SEGMENT]
     ends.sort(key=phase_interval)
-    sheet = _Sheet(width, height)
+    sheet = _Sheet(TIMELINE_HEIGHT)
     summary = summarize(events)
     busy = [_gpu_share(event, ends) for event in ends]
     _timeline_heading(sheet, summary, title, ends, busy)
     if not ends:
-        sheet.note((28, 110, width - 28, height - 28), ["no phase has ended yet"], FAINT)
-        return sheet.tensor(height)
+        sheet.note((28, 110, WIDTH - 28, TIMELINE_HEIGHT - 28), ["no phase has ended yet"], FAINT)
+        return sheet.tensor(TIMELINE_HEIGHT)
 
     stays = [(s["t_ms"], s["t_ms"] + s["wall_ms"]) for s in summary["segments"]]
     covered = [phase_interval(event) for event in ends]
@@ -170,9 +164,9 @@ def timeline_picture(
     others = [phase_interval(event) for event in ends if not event["phase"].startswith("load.")]
     # On a fast CPU all phases of a small test can be shorter than the log's resolution.
     live = union([*stays, *covered]) or [(events[0]["t_ms"], events[0]["t_ms"] + 1e-3)]
-    axis = _Axis(live, _uncovered(loads, others), left=250, right=width - 210)
+    axis = _Axis(live, _uncovered(loads, others), left=250, right=WIDTH - 210)
     lanes = [*(["nodes"] if stays else []), "GPU busy", *dict.fromkeys(event["phase"] for event in ends), "unaccounted"]
-    top, bottom = 136, height - 90
+    top, bottom = 136, TIMELINE_HEIGHT - 90
     lane_height = min((bottom - top) / len(lanes), 72.0)
     tops = {lane: top + i * lane_height for i, lane in enumerate(lanes)}
     bottom = top + len(lanes) * lane_height
@@ -181,7 +175,7 @@ def timeline_picture(
     for lane in lanes:
         y = tops[lane]
         sheet.text((28, y + lane_height / 2), lane, _size(lane_height), INK, 214, anchor="lm")
-        sheet.draw.line((28, y + lane_height, width - 28, y + lane_height), fill=GRID)
+        sheet.draw.line((28, y + lane_height, WIDTH - 28, y + lane_height), fill=GRID)
     _node_lane(sheet, axis, summary["segments"], tops.get("nodes", top), lane_height)
     _gpu_lane(sheet, axis, ends, busy, tops["GPU busy"], lane_height)
     for event in ends:
@@ -194,18 +188,20 @@ def timeline_picture(
             _mark(sheet, axis.x(end), top, bottom, f"{event['phase']} failed: {event['attrs']['error']}")
         elif event["phase"] == "sample.capture":
             _mark(sheet, axis.x(start), top, bottom, "captured")
-    _timeline_legend(sheet, height, set(lanes), busy, bool(axis.hatched))
-    return sheet.tensor(height)
+    _timeline_legend(sheet, set(lanes), busy, bool(axis.hatched))
+    return sheet.tensor(TIMELINE_HEIGHT)
 
 
 class _Sheet:
     """A Pillow image with text that is cut to its place."""
 
-    def __init__(self, width: int, height: int):
-        self.image = Image.new("RGB", (width, height), PAPER)
+    def __init__(self, height: int):
+        self.image = Image.new("RGB", (WIDTH, height), PAPER)
         self.draw = ImageDraw.Draw(self.image)
 
-    def text(self, at, text: str, size: int, colour, width: float, anchor: str = "la") -> None:
+    def text(
+        self, at: tuple[float, float], text: str, size: int, colour: Colour, width: float, anchor: str = "la"
+    ) -> None:
         font = _font(size)
         if font.getlength(text) > width:
             while text and font.getlength(text + "...") > width:
@@ -213,7 +209,9 @@ class _Sheet:
             text += "..."
         self.draw.text(at, text, font=font, fill=colour, anchor=anchor)
 
-    def paragraph(self, at, text: str, size: int, colour, width: float, max_lines: int) -> float:
+    def paragraph(
+        self, at: tuple[float, float], text: str, size: int, colour: Colour, width: float, max_lines: int
+    ) -> float:
         """Text in lines of `width`; returns the height that it took."""
         font, lines, line = _font(size), [], ""
         for word in text.split():
@@ -229,21 +227,21 @@ class _Sheet:
             self.text((at[0], at[1] + i * size * 1.3), line, size, colour, width)
         return len(lines) * size * 1.3
 
-    def note(self, box, lines: Sequence[str], colour) -> None:
+    def note(self, box: Box, lines: Sequence[str], colour: Colour) -> None:
         """A panel that holds words in its middle, the first line large."""
         self.draw.rectangle(box, fill=PANEL, outline=colour, width=2)
-        at = [(box[0] + box[2]) / 2, (box[1] + box[3]) / 2 - 15 * (len(lines) - 1)]
+        x, y = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2 - 15 * (len(lines) - 1)
         for line, size, ink in zip(lines, (34, 20, 20), (colour, INK, INK)):
-            self.text(at, line, size, ink, box[2] - box[0] - 12, anchor="mm")
-            at[1] += 36 if size == 34 else 28
+            self.text((x, y), line, size, ink, box[2] - box[0] - 12, anchor="mm")
+            y += 36 if size == 34 else 28
 
     def tensor(self, height: int) -> Tensor:
-        pixels = np.asarray(self.image.crop((0, 0, self.image.width, height)), dtype=np.float32)
+        pixels = np.asarray(self.image.crop((0, 0, WIDTH, height)), dtype=np.float32)
         return torch.from_numpy(pixels / 255.0).unsqueeze(0)
 
 
 @functools.cache
-def _font(size: int):
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size=size)
 
 
@@ -263,20 +261,20 @@ def _picture(frame: Tensor) -> Image.Image:
 
 
 def _banner(sheet: _Sheet, verdict: Verdict, margin: int) -> int:
+    """The verdict; returns where the next thing may begin."""
     colour = STATUS_COLOURS[verdict.status]
-    width = sheet.image.width
     font = _font(40)
     word = verdict.status.upper()
     badge = font.getlength(word) + 40
     sheet.draw.rounded_rectangle((margin, 22, margin + badge, 82), 10, fill=colour)
-    sheet.draw.text((margin + badge / 2, 52), word, font=font, fill=(255, 255, 255), anchor="mm")
+    sheet.draw.text((margin + badge / 2, 52), word, font=font, fill=WHITE, anchor="mm")
     left = margin + badge + 24
     detail = verdict.words.removeprefix(f"{verdict.status}: ")
-    used = sheet.paragraph((left, 24), detail, 22, INK, width - margin - left, 4)
+    used = sheet.paragraph((left, 24), detail, 22, INK, WIDTH - margin - left, 4)
     return int(max(82, 24 + used)) + 24
 
 
-def _paste(sheet: _Sheet, box, frames: Tensor, frame: int) -> None:
+def _paste(sheet: _Sheet, box: Box, frames: Tensor, frame: int) -> None:
     sheet.draw.rectangle(box, fill=PANEL)
     if not frames.numel():
         sheet.note(box, ["no frames"], AMBER)
@@ -289,7 +287,7 @@ def _paste(sheet: _Sheet, box, frames: Tensor, frame: int) -> None:
     sheet.image.paste(picture, place[:2])
 
 
-def _fitted(width: int, height: int, box) -> tuple[int, int, int, int]:
+def _fitted(width: int, height: int, box: Box) -> tuple[int, int, int, int]:
     """The largest place of this aspect in the middle of the box."""
     scale = min((box[2] - box[0]) / width, (box[3] - box[1]) / height)
     w, h = max(1, int(width * scale)), max(1, int(height * scale))
@@ -297,7 +295,7 @@ def _fitted(width: int, height: int, box) -> tuple[int, int, int, int]:
     return left, top, left + w, top + h
 
 
-def _no_difference(b: Tensor | None, comparison: Comparison | None, comparable: bool) -> tuple[list[str], tuple]:
+def _no_difference(b: Tensor | None, comparison: Comparison | None, comparable: bool) -> tuple[list[str], Colour]:
     """What stands in the place of the difference when there is none to draw: lines, colour."""
     if b is None:
         return ["nothing to compare"], AMBER
@@ -323,7 +321,7 @@ def _gap(a: Tensor, b: Tensor) -> Tensor:
     return torch.nan_to_num(gap, nan=math.inf)
 
 
-def _paste_heat(sheet: _Sheet, box, gap: Tensor, largest: float) -> None:
+def _paste_heat(sheet: _Sheet, box: Box, gap: Tensor, largest: float) -> None:
     sheet.draw.rectangle(box, fill=PANEL)
     left, top, right, bottom = _fitted(gap.shape[1], gap.shape[0], box)
     width, height = right - left, bottom - top
@@ -348,7 +346,7 @@ def _heat(gap: Tensor, largest: float) -> np.ndarray:
     return colours.round().astype(np.uint8)
 
 
-def _ring(sheet: _Sheet, box, a: Tensor, comparison: Comparison) -> None:
+def _ring(sheet: _Sheet, box: Box, a: Tensor, comparison: Comparison) -> None:
     """A ring around the largest difference."""
     _, y, x, _ = comparison.largest.index
     left, top, right, bottom = _fitted(a.shape[2], a.shape[1], box)
@@ -357,7 +355,7 @@ def _ring(sheet: _Sheet, box, a: Tensor, comparison: Comparison) -> None:
     sheet.draw.ellipse((cx - 13, cy - 13, cx + 13, cy + 13), outline=(0, 220, 255), width=3)
 
 
-def _mark_overlaps(sheet: _Sheet, place, a: Tensor, seams: SeamFindings) -> None:
+def _mark_overlaps(sheet: _Sheet, place: tuple[int, int, int, int], a: Tensor, seams: SeamFindings) -> None:
     """Bars outside the picture's edges beside rows and columns in which tiles overlap, and dots along their borders."""
     left, top, right, bottom = place
     across, down = (right - left) / a.shape[2], (bottom - top) / a.shape[1]
@@ -377,8 +375,8 @@ def _mark_overlaps(sheet: _Sheet, place, a: Tensor, seams: SeamFindings) -> None
                 sheet.draw.line((x, y, x + 1, y), fill=OVERLAP)
 
 
-def _seam_words(sheet: _Sheet, box, seams: SeamFindings) -> int:
-    """What was found at the seams, behind the colour of their marks; returns the height that it takes."""
+def _seam_words(sheet: _Sheet, box: tuple[float, float, float], seams: SeamFindings) -> int:
+    """What was found at the seams, behind the colour of their marks; box: left, top, right. Returns the height."""
     left, top, right = box
     sheet.draw.rectangle((left, top + 2, left + 22, top + 18), fill=OVERLAP)
     words = "tiles overlap"
@@ -388,7 +386,8 @@ def _seam_words(sheet: _Sheet, box, seams: SeamFindings) -> int:
     return int(sheet.paragraph((left, top), seams.words(), 18, colour, right - left, 2)) + 14
 
 
-def _heat_scale(sheet: _Sheet, box, comparison: Comparison) -> None:
+def _heat_scale(sheet: _Sheet, box: tuple[float, float, float], comparison: Comparison) -> None:
+    """The colours of the difference with their values, and how much differs; box: left, top, right."""
     left, top, right = box
     largest = comparison.max_abs
     ramp = torch.linspace(0, 1, 240)[None].expand(18, -1)
@@ -413,7 +412,7 @@ def _heat_scale(sheet: _Sheet, box, comparison: Comparison) -> None:
     )
 
 
-def _strip(sheet: _Sheet, box, comparison: Comparison, marked: Sequence[Range] = ()) -> None:
+def _strip(sheet: _Sheet, box: Box, comparison: Comparison, marked: Sequence[Range] = ()) -> None:
     """Largest difference per group (frame, or tenth of a second) as bars from left to right. marked: groups."""
     left, top, right, bottom = box
     groups = comparison.group_max
@@ -447,8 +446,8 @@ def _strip(sheet: _Sheet, box, comparison: Comparison, marked: Sequence[Range] =
         sheet.text((left + (i + 0.5) * step, bottom + 4), str(i), 16, FAINT, 80, anchor="ma")
 
 
-def _gpu_share(event: Mapping, ends: Sequence[Mapping]) -> tuple[float | None, bool]:
-    """(GPU-busy share of this phase or None, whether it was measured on this very event).
+def _gpu_share(event: Mapping, ends: Sequence[Mapping]) -> Share:
+    """GPU-busy share of this phase.
 
     Measuring stretches the wall of the step that is measured, so its GPU time stands against the wall of the eager
     step timed before it (`eager_wall_ms`); eager steps, which do the same work, take their share from there.
@@ -462,23 +461,24 @@ def _gpu_share(event: Mapping, ends: Sequence[Mapping]) -> tuple[float | None, b
     return None, False
 
 
-def _timeline_heading(sheet, summary: Mapping, title: str, ends: Sequence[Mapping], busy) -> None:
-    width = sheet.image.width
-    sheet.text((28, 18), title or f"render {summary['render'] or ''}", 26, INK, width - 56)
+def _timeline_heading(
+    sheet: _Sheet, summary: Mapping, title: str, ends: Sequence[Mapping], busy: Sequence[Share]
+) -> None:
+    sheet.text((28, 18), title or f"render {summary['render'] or ''}", 26, INK, WIDTH - 56)
     parts = [f"wall {_time(summary['wall_ms'])}"]
     if summary["coverage"] is not None:
         parts.append(f"unaccounted {_time(summary['unaccounted_ms'])} ({1 - summary['coverage']:.1%})")
-    for name, words in (("sample.step", "eager step"), ("sample.replay", "replay")):
+    for name, words in (("sample.step", "an eager step"), ("sample.replay", "a replay")):
         shares = [share for event, (share, _) in zip(ends, busy) if event["phase"] == name and share is not None]
         if shares:
-            parts.append(f"GPU busy {sum(shares) / len(shares):.0%} in an {words}".replace("an replay", "a replay"))
+            parts.append(f"GPU busy {sum(shares) / len(shares):.0%} in {words}")
     if not any("GPU" in part for part in parts):
         parts.append("GPU busy not measured")
     if summary["mem_peak_bytes"] is not None:
         parts.append(f"peak {summary['mem_peak_bytes'] / 2**30:.1f} GiB")
     if summary["outside_ms"] > 0:
         parts.append(f"elsewhere {_time(summary['outside_ms'])}, not counted")
-    sheet.text((28, 56), "   |   ".join(parts), 20, FAINT, width - 56)
+    sheet.text((28, 56), "   |   ".join(parts), 20, FAINT, WIDTH - 56)
 
 
 class _Axis:
@@ -534,7 +534,7 @@ class _Axis:
                 last = x + pixels / 2
 
 
-def _hatch(sheet: _Sheet, box) -> None:
+def _hatch(sheet: _Sheet, box: Box) -> None:
     left, top, right, bottom = box
     sheet.draw.rectangle(box, fill=PANEL)
     for y in np.arange(top + 8, bottom, 12):
@@ -546,7 +546,7 @@ def _mark(sheet: _Sheet, x: float, top: float, bottom: float, words: str) -> Non
     for y in range(int(top) - 6, int(bottom), 10):
         sheet.draw.line((x, y, x, y + 5), fill=RED, width=2)
     sheet.draw.polygon(((x - 7, top - 20), (x + 7, top - 20), (x, top - 8)), fill=RED)
-    room = sheet.image.width - 28 - x
+    room = WIDTH - 28 - x
     at_left = room < _font(18).getlength(words) + 14
     sheet.text((x - 14 if at_left else x + 14, top - 16), words, 18, RED, 600, anchor="rm" if at_left else "lm")
 
@@ -559,7 +559,9 @@ def _node_lane(sheet: _Sheet, axis: _Axis, segments: Sequence[Mapping], top: flo
             sheet.text(((x0 + x1) / 2, top + height / 2), segment["name"], _size(height), INK, x1 - x0 - 8, anchor="mm")
 
 
-def _gpu_lane(sheet: _Sheet, axis: _Axis, ends: Sequence[Mapping], busy, top: float, height: float) -> None:
+def _gpu_lane(
+    sheet: _Sheet, axis: _Axis, ends: Sequence[Mapping], busy: Sequence[Share], top: float, height: float
+) -> None:
     """Filled from below by the busy share of each stretch, lighter where it comes from the measured step, hatched where
     nobody measured. Neighbours of one phase share a label."""
     low, high = top + height - 4, top + 4
@@ -586,7 +588,7 @@ def _gpu_lane(sheet: _Sheet, axis: _Axis, ends: Sequence[Mapping], busy, top: fl
 def _unaccounted_lane(sheet: _Sheet, axis: _Axis, free: Sequence[Interval], top: float, height: float) -> None:
     """Each column of pixels as strong as the share of it that no phase covers: a thousand short gaps are no solid
     band."""
-    share = np.zeros(sheet.image.width + 1)
+    share = np.zeros(WIDTH + 1)
     for start, end in free:
         x0, x1 = axis.x(start), axis.x(end)
         columns = np.arange(int(x0), math.ceil(x1))
@@ -606,13 +608,11 @@ def _phase_bar(sheet: _Sheet, axis: _Axis, event: Mapping, top: float, height: f
     if "error" in event["attrs"]:
         sheet.draw.rectangle((x0, top + 2, x1, top + height - 2), outline=RED, width=3)
     elif step is not None and x1 - x0 > 18:  # counted from 1, as in the progress bar
-        sheet.text(
-            ((x0 + x1) / 2, top + height / 2), str(step + 1), _size(height), (255, 255, 255), x1 - x0, anchor="mm"
-        )
+        sheet.text(((x0 + x1) / 2, top + height / 2), str(step + 1), _size(height), WHITE, x1 - x0, anchor="mm")
 
 
 def _lane_totals(sheet: _Sheet, summary: Mapping, tops: Mapping[str, float], height: float) -> None:
-    right = sheet.image.width - 28
+    right = WIDTH - 28
     wall = summary["wall_ms"] or 1.0
     rows = {name: (phase["wall_ms"], phase["count"]) for name, phase in summary["phases"].items()}
     rows["unaccounted"] = (summary["unaccounted_ms"], 1)
@@ -624,20 +624,18 @@ def _lane_totals(sheet: _Sheet, summary: Mapping, tops: Mapping[str, float], hei
         sheet.text((right, y), share, _size(height), FAINT, 50, anchor="rm")
 
 
-def _timeline_legend(sheet: _Sheet, height: int, lanes: set[str], busy, hatched: bool) -> None:
+def _timeline_legend(sheet: _Sheet, lanes: set[str], busy: Sequence[Share], hatched: bool) -> None:
     """What the colours mean, of those that are in the picture."""
-    y = height - 24
-    x = 28.0
+    x, y = 28.0, TIMELINE_HEIGHT - 24
     named = {"sample.step": "eager step", "sample.replay": "graph replay", "sample.capture": "capture"}
-    entries = [(_colour(phase), words) for phase, words in named.items() if phase in lanes]
-    entries += [(GPU_COLOUR, "GPU busy")] if any(share is not None and own for share, own in busy) else []
-    entries += (
-        [(GPU_INFERRED, "GPU busy, from the measured step")]
-        if any(s is not None and not own for s, own in busy)
-        else []
-    )
-    entries += [(None, "GPU not measured")] if any(share is None for share, _ in busy) else []
-    entries += [(UNACCOUNTED, "unaccounted: no phase ran")]
+    entries: list[tuple[Colour | None, str]] = [(_colour(phase), named[phase]) for phase in named if phase in lanes]
+    if any(share is not None and own for share, own in busy):
+        entries.append((GPU_COLOUR, "GPU busy"))
+    if any(share is not None and not own for share, own in busy):
+        entries.append((GPU_INFERRED, "GPU busy, from the measured step"))
+    if any(share is None for share, _ in busy):
+        entries.append((None, "GPU not measured"))
+    entries.append((UNACCOUNTED, "unaccounted: no phase ran"))
     for colour, words in entries:
         box = (x, y - 8, x + 22, y + 8)
         sheet.draw.rectangle(box, fill=colour or PANEL)
@@ -653,10 +651,10 @@ def _timeline_legend(sheet: _Sheet, height: int, lanes: set[str], busy, hatched:
 
 def _uncovered(stays: Sequence[Interval], covered: Sequence[Interval]) -> list[Interval]:
     """The stretches of `stays` that `covered` leaves free."""
-    found = []
+    found, taken = [], union(covered)
     for start, end in union(stays):
         edge = start
-        for a, b in union(covered):
+        for a, b in taken:
             if a > edge and a < end and b > start:
                 found.append((edge, a))
             if b > edge and a < end:
@@ -666,7 +664,7 @@ def _uncovered(stays: Sequence[Interval], covered: Sequence[Interval]) -> list[I
     return found
 
 
-def _colour(phase: str):
+def _colour(phase: str) -> Colour:
     return PHASE_COLOURS.get(phase) or PHASE_COLOURS.get(phase.split(".", maxsplit=1)[0], FAINT)
 
 
