@@ -1,7 +1,7 @@
 """One of the 48 blocks: self attention, text attention, audio <-> video attention, feed-forward, for both streams.
 
-Written for few launches and few passes over the video stream: norms feed one fused multiply-add, residuals are added in
-place (the streams are the model's own tensors), and with one noise level a step every modulation row broadcasts.
+Written for few launches and few passes over the video stream: what stands between two matrix products of a stream
+(residual, norm, modulation) goes through ResidualStream, which the blocks update in place.
 
 Source: transformer.md section 8.2.
 """
@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import TransformerConfig
-from .adaln import modulate, token_row
 from .attention import Attention
 from .feed_forward import FeedForward
 from .inputs import ForwardConstants, StepModulation, StreamConstants, StreamModulation
+from .residual import ResidualStream, modulated_context
 
 # ComfyUI normalises q and k with this eps (transformer.md section 18.2).
 COMFYUI_QK_EPS = 1e-5
@@ -51,67 +51,67 @@ class TransformerBlock(nn.Module):
     def forward(
         self,
         layer: int,
-        video: Tensor | None,
-        audio: Tensor | None,
+        video: ResidualStream | None,
+        audio: ResidualStream | None,
         constants: ForwardConstants,
         modulation: StepModulation,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Update both streams in place and return them: video (B, Nv, D), audio (B, Na, d), None where absent."""
+    ) -> None:
+        """Update both streams, None where absent."""
         qk_eps = COMFYUI_QK_EPS if constants.compatibility == "comfyui" else self.eps
         if video is not None and constants.video.enabled:
             skip, keep = constants.perturbation("video_self", layer)
             args = (layer, video, constants.video, modulation.video, qk_eps)
             self._attend_self(self.attn1, *args, skip, keep)
-            self._attend_text(self.attn2, *args)
+            self._attend_text(self.attn2, *args, constants.fused)
         if audio is not None and constants.audio.enabled:
             skip, keep = constants.perturbation("audio_self", layer)
             args = (layer, audio, constants.audio, modulation.audio, qk_eps)
             self._attend_self(self.audio_attn1, *args, skip, keep)
-            self._attend_text(self.audio_attn2, *args)
+            self._attend_text(self.audio_attn2, *args, constants.fused)
         if video is not None and audio is not None:
             self._attend_across(layer, video, audio, constants, modulation, qk_eps)
         if video is not None and constants.video.enabled:
-            self._feed_forward(self.ff, layer, video, constants.video, modulation.video)
+            self._feed_forward(self.ff, layer, video, modulation.video)
         if audio is not None and constants.audio.enabled:
-            self._feed_forward(self.audio_ff, layer, audio, constants.audio, modulation.audio)
-        return video, audio
+            self._feed_forward(self.audio_ff, layer, audio, modulation.audio)
 
     def _attend_self(
         self,
         attention: Attention,
         layer: int,
-        x: Tensor,
+        stream: ResidualStream,
         constants: StreamConstants,
         modulation: StreamModulation,
         qk_eps: float,
         skip: bool,
         keep: Tensor | None,
     ) -> None:
-        shift, scale, gate = _rows(modulation.block_rows(layer, 0), constants)
-        normed = modulate(self._norm(x), scale, shift)
-        out = attention(normed, rope=constants.rope, bias=constants.attention_bias, qk_eps=qk_eps, skip=skip, keep=keep)
-        x.addcmul_(out, gate)
+        shift, scale, gate = modulation.block_rows(layer, 0)
+        (x,) = stream.normed((scale, shift))
+        out = attention(x, rope=constants.rope, bias=constants.attention_bias, qk_eps=qk_eps, skip=skip, keep=keep)
+        stream.add(out, gate)
 
     def _attend_text(
         self,
         attention: Attention,
         layer: int,
-        x: Tensor,
+        stream: ResidualStream,
         constants: StreamConstants,
         modulation: StreamModulation,
         qk_eps: float,
+        fused: bool,
     ) -> None:
-        shift, scale, gate = _rows(modulation.block_rows(layer, 6), constants)
-        context_shift, context_scale = modulation.prompt[layer].unsqueeze(2).unbind(0)
-        context = modulate(constants.context, context_scale, context_shift)
-        out = attention(modulate(self._norm(x), scale, shift), context, qk_eps=qk_eps)
-        x.addcmul_(out, gate)
+        shift, scale, gate = modulation.block_rows(layer, 6)
+        context_shift, context_scale = modulation.prompt[layer]
+        (x,) = stream.normed((scale, shift))
+        context = modulated_context(constants.context, context_scale, context_shift, fused)
+        stream.add(attention(x, context, qk_eps=qk_eps), gate)
 
     def _attend_across(
         self,
         layer: int,
-        video: Tensor,
-        audio: Tensor,
+        video: ResidualStream,
+        audio: ResidualStream,
         constants: ForwardConstants,
         modulation: StepModulation,
         qk_eps: float,
@@ -122,51 +122,42 @@ class TransformerBlock(nn.Module):
         v2a = constants.audio.enabled and not to_audio
         if not a2v and not v2a:
             return
-        # Both directions read the streams as they were before either was added.
-        normed_video, normed_audio = self._norm(video), self._norm(audio)
+        # Rows of a2v first. Both directions read the streams as they were before either was added, but for ComfyUI,
+        # which feeds v2a with the video stream after a2v (transformer.md section 18.1).
+        first_rows = [0] * a2v + [2] * v2a
+        video_rows, audio_rows = (
+            [_scale_shift(rows, layer, first) for first in first_rows] for rows in (modulation.video, modulation.audio)
+        )
+        in_turn = len(first_rows) == 2 and constants.compatibility == "comfyui"
+        of_video = video.normed(*video_rows[:1]) if in_turn else video.normed(*video_rows)
+        of_audio = audio.normed(*audio_rows)
         if a2v:
-            scale, shift = _rows(modulation.video.cross_rows(layer, 0), constants.video)
-            context_scale, context_shift = _rows(modulation.audio.cross_rows(layer, 0), constants.audio)
             out = self.audio_to_video_attn(
-                modulate(normed_video, scale, shift),
-                modulate(normed_audio, context_scale, context_shift),
+                of_video[0],
+                of_audio[0],
                 rope=constants.video.cross_rope,
                 context_rope=constants.audio.cross_rope,
                 qk_eps=qk_eps,
             )
-            if keep_video is not None:
-                out = out.mul_(keep_video.squeeze(-1))
-            video.addcmul_(out, modulation.video.cross_gate[layer].unsqueeze(1))
-            if v2a and constants.compatibility == "comfyui":
-                # ComfyUI feeds v2a with the video stream after a2v (transformer.md section 18.1).
-                normed_video = self._norm(video)
+            video.add(out, _kept(modulation.video.cross_gate[layer], keep_video), per_sample=True)
+            if in_turn:
+                of_video = video.normed(video_rows[1])
         if v2a:
-            scale, shift = _rows(modulation.audio.cross_rows(layer, 2), constants.audio)
-            context_scale, context_shift = _rows(modulation.video.cross_rows(layer, 2), constants.video)
             out = self.video_to_audio_attn(
-                modulate(normed_audio, scale, shift),
-                modulate(normed_video, context_scale, context_shift),
+                of_audio[-1],
+                of_video[-1],
                 rope=constants.audio.cross_rope,
                 context_rope=constants.video.cross_rope,
                 qk_eps=qk_eps,
             )
-            if keep_audio is not None:
-                out = out.mul_(keep_audio.squeeze(-1))
-            audio.addcmul_(out, modulation.audio.cross_gate[layer].unsqueeze(1))
+            audio.add(out, _kept(modulation.audio.cross_gate[layer], keep_audio), per_sample=True)
 
     def _feed_forward(
-        self,
-        feed_forward: FeedForward,
-        layer: int,
-        x: Tensor,
-        constants: StreamConstants,
-        modulation: StreamModulation,
+        self, feed_forward: FeedForward, layer: int, stream: ResidualStream, modulation: StreamModulation
     ) -> None:
-        shift, scale, gate = _rows(modulation.block_rows(layer, 3), constants)
-        x.addcmul_(feed_forward(modulate(self._norm(x), scale, shift)), gate)
-
-    def _norm(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], None, self.eps)
+        shift, scale, gate = modulation.block_rows(layer, 3)
+        (x,) = stream.normed((scale, shift))
+        stream.add(feed_forward(x), gate)
 
 
 def _table(rows: int, width: int) -> nn.Parameter:
@@ -174,5 +165,12 @@ def _table(rows: int, width: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(rows, width, dtype=torch.float32))
 
 
-def _rows(rows: Tensor, constants: StreamConstants) -> list[Tensor]:
-    return [token_row(row, constants.timestep_index) for row in rows.unbind(0)]
+def _scale_shift(modulation: StreamModulation, layer: int, first: int) -> tuple[Tensor, Tensor]:
+    scale, shift = modulation.cross_rows(layer, first)
+    return scale, shift
+
+
+def _kept(gate: Tensor, keep: Tensor | None) -> Tensor:
+    """gate (1 or B, width) with the factors (B, 1, 1, 1) of a perturbation, 0 or 1: as good as multiplying what it
+    gates."""
+    return gate if keep is None else gate * keep.flatten(1)

@@ -60,6 +60,7 @@ class ForwardConstants:
     perturbation_keep: Tensor | None  # (kinds, layers, B, 1, 1, 1), 1 = keep; only when some mode is "mix"
     num_sigmas: int  # a step takes this many: 1, or B (the U noise levels are then laid out per sample, U = B * M)
     compatibility: str  # "reference" or "comfyui" (transformer.md sections 18.1 to 18.3)
+    fused: bool  # whether Triton kernels stand between the matrix products (residual.py)
 
     def perturbation(self, kind: str, layer: int) -> tuple[bool, Tensor | None]:
         """(skip for all samples, keep factors (B, 1, 1, 1) or None) of one operation in one block."""

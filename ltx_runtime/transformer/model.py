@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..conditioning import TokenState
 from ..config import ConnectorConfig, TransformerConfig
 from ..errors import CheckpointError, RequestError, ShapeError
-from .adaln import AdaLayerNormSingle, add_tables, modulate, token_row
+from ..triton_use import on_device
+from .adaln import AdaLayerNormSingle, add_tables
 from .block import COMFYUI_QK_EPS, TransformerBlock
 from .connector import Connector
 from .inputs import (
@@ -32,6 +32,7 @@ from .inputs import (
     StreamModulation,
     perturbation_mode,
 )
+from .residual import ResidualStream, refusal
 from .rope import RopeTable, rope_table
 
 COMPATIBILITIES = ("reference", "comfyui")
@@ -175,6 +176,7 @@ class LTXTransformer(nn.Module):
             perturbation_keep=keep,
             num_sigmas=batch if per_sample_sigma else 1,
             compatibility=compatibility,
+            fused=refusal(self.device, self.dtype, c.video_width) is None,
         )
 
     def modulation(
@@ -245,24 +247,25 @@ class LTXTransformer(nn.Module):
         video_tokens: (B, Nv, C), audio_tokens: (B, Na, C), any float dtype; None where absent. Returns the same shapes
         in the activation dtype. The captured region: nothing here touches the host.
         """
-        video = audio = None
-        if video_tokens is not None:
-            video = self.patchify_proj(video_tokens.to(self.dtype))
-            if constants.video.keyframe_marker is not None:
-                video.addcmul_(constants.video.keyframe_marker, self.keyframes_abs_pos_embedding)
-        if audio_tokens is not None:
-            audio = self.audio_patchify_proj(audio_tokens.to(self.dtype))
-        for layer, block in enumerate(self.transformer_blocks):
-            video, audio = block(layer, video, audio, constants, modulation)
-        if video is not None:
-            video = self._output(video, constants.video, modulation.video, self.proj_out)
-        if audio is not None:
-            audio = self._output(audio, constants.audio, modulation.audio, self.audio_proj_out)
-        return video, audio
+        with on_device(self.device):
+            video = audio = None
+            if video_tokens is not None:
+                x = self.patchify_proj(video_tokens.to(self.dtype))
+                if constants.video.keyframe_marker is not None:
+                    x.addcmul_(constants.video.keyframe_marker, self.keyframes_abs_pos_embedding)
+                video = self._stream(x, constants.video, constants.fused)
+            if audio_tokens is not None:
+                x = self.audio_patchify_proj(audio_tokens.to(self.dtype))
+                audio = self._stream(x, constants.audio, constants.fused)
+            for layer, block in enumerate(self.transformer_blocks):
+                block(layer, video, audio, constants, modulation)
+            return (
+                None if video is None else _output(video, modulation.video, self.proj_out),
+                None if audio is None else _output(audio, modulation.audio, self.audio_proj_out),
+            )
 
-    def _output(self, x: Tensor, constants: StreamConstants, modulation: StreamModulation, proj: nn.Linear) -> Tensor:
-        shift, scale = (token_row(row, constants.timestep_index) for row in modulation.output.unbind(0))
-        return proj(modulate(F.layer_norm(x, x.shape[-1:], eps=self.config.norm_eps), scale, shift))
+    def _stream(self, x: Tensor, constants: StreamConstants, fused: bool) -> ResidualStream:
+        return ResidualStream(x, constants.timestep_index, self.config.norm_eps, fused)
 
     def _connector(self, config: ConnectorConfig | None) -> Connector | None:
         return None if config is None else Connector(config, self.config.norm_eps, self.config.rope_theta)
@@ -409,6 +412,12 @@ class LTXTransformer(nn.Module):
             block_tables=block_tables,
             cross_tables=own_cross_tables,
         )
+
+
+def _output(stream: ResidualStream, modulation: StreamModulation, proj: nn.Linear) -> Tensor:
+    shift, scale = modulation.output
+    (x,) = stream.normed((scale, shift), norm="layer")
+    return proj(x)
 
 
 class _StreamSizes(NamedTuple):

@@ -140,7 +140,7 @@ def _check_bf16(forward: ForwardCase, model: LTXTransformer):
 
 
 class _Watch:
-    """Hooks that keep what passes through the model. Streams are cloned: blocks update them in place."""
+    """Hooks that keep what passes through the model. Tokens are cloned: blocks update their streams in place."""
 
     def __init__(self, model: LTXTransformer):
         self.seen: dict[str, Tensor] = {}
@@ -150,7 +150,7 @@ class _Watch:
         for i, block in enumerate(blocks):
             name = f"mid.block{i}.{{}}"
             self.hooks.append(
-                block.register_forward_hook(lambda module, args, out, name=name: self._streams(out, name))
+                block.register_forward_hook(lambda module, args, out, name=name: self._streams(args[1:3], name))
             )
         for part in BLOCK_PARTS:
             name = f"mid.block0.{part}"
@@ -161,9 +161,9 @@ class _Watch:
             )
 
     def _streams(self, streams, name: str) -> None:
-        for stream, tensor in zip(STREAMS, streams, strict=True):
-            if tensor is not None:
-                self.seen[name.format(stream)] = tensor.clone()
+        for name_of_stream, stream in zip(STREAMS, streams, strict=True):
+            if stream is not None:
+                self.seen[name.format(name_of_stream)] = stream.tokens().clone()
 
     def remove(self) -> None:
         for hook in self.hooks:

@@ -1,0 +1,104 @@
+"""A stream between the matrix products of the blocks: norms, modulation and gated residuals.
+
+Plain torch makes three passes over the stream of what stands between two parts of a block: add, norm, modulate. On a
+GPU that Triton knows it is one (residual_kernels.py): a part's output is not added at once but by the next norm, which
+reads the stream anyway, also from one block to the next. That pass takes each token's modulation rows from the tables
+of the noise levels itself, computes in float32 and rounds once where the plain path rounds after every operation.
+
+Which of the two it is, is decided once for a stage (`refusal`) and stands in ForwardConstants.fused.
+"""
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..triton_use import triton_refusal, try_triton
+from .adaln import modulate, token_row
+
+Modulation = tuple[Tensor, Tensor]  # scale, stored as 1 + scale, and shift: tables (U, width)
+
+
+class ResidualStream:
+    """Tokens of one stream, (B, N, width) contiguous, and at most one output that is still to be added to them.
+
+    index: (B or 1, N) int64, each token's row in modulation tables (U, width); None when a sample has one noise level
+    (U is 1 or B). fused: see refusal. x is updated in place.
+    """
+
+    def __init__(self, x: Tensor, index: Tensor | None, eps: float, fused: bool):
+        self._x = x
+        self._index = index
+        self._eps = eps
+        self._kernels = _kernels() if fused else None
+        self._pending: tuple[Tensor, Tensor, bool] | None = None
+
+    def add(self, out: Tensor, gate: Tensor, *, per_sample: bool = False) -> None:
+        """x += out * gate. out: like x, given up by the caller. gate: (U, width), or (1 or B, width) with per_sample:
+        such rows don't go by the index."""
+        self.tokens()
+        self._pending = out.contiguous(), gate, self._index is not None and not per_sample
+        if self._kernels is None:
+            self.tokens()
+
+    def normed(self, *modulations: Modulation, norm: str = "rms") -> list[Tensor]:
+        """For each one or two modulations norm(x) * scale + shift, new tensors. norm: "rms" or "layer", no weight."""
+        if self._kernels is not None:
+            pending, self._pending = self._pending, None
+            return self._kernels.residual_pass(self._x, pending, modulations, self._index, norm, self._eps)
+        width = self._x.shape[-1:]
+        if norm == "rms":
+            x = F.rms_norm(self._x, width, None, self._eps)
+        else:
+            x = F.layer_norm(self._x, width, eps=self._eps)
+        return [modulate(x, token_row(scale, self._index), token_row(shift, self._index)) for scale, shift in modulations]
+
+    def tokens(self) -> Tensor:
+        """x with everything added. Not a copy."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return self._x
+        if self._kernels is not None:
+            self._kernels.residual_pass(self._x, pending, (), self._index, "none", self._eps)
+        else:
+            out, gate, by_index = pending
+            self._x.addcmul_(out, token_row(gate, self._index if by_index else None))
+        return self._x
+
+
+def modulated_context(context: Tensor, scale: Tensor, shift: Tensor, fused: bool) -> Tensor:
+    """context * scale + shift, a new tensor. context: (B, S, width); scale (as 1 + scale), shift: (1 or B, width)."""
+    if fused:
+        return _kernels().residual_pass(context, None, ((scale, shift),), None, "none", 0.0)[0]
+    return modulate(context, scale.unsqueeze(1), shift.unsqueeze(1))
+
+
+def refusal(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
+    """Why the fused passes can't run here, None where they can. Builds and runs the kernel at its first use."""
+    reason = triton_refusal(device, dtype)
+    if reason is None and not _runs(device, dtype, width):
+        return triton_refusal(device, dtype)
+    return reason
+
+
+# A fact about the process; a failure is kept by triton_use.
+@functools.cache
+def _runs(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    return try_triton(lambda: _probe(device, dtype, width), "denoiser", device)
+
+
+def _probe(device: torch.device, dtype: torch.dtype, width: int) -> None:
+    x = torch.zeros(1, 2, width, dtype=dtype, device=device)
+    row = torch.zeros(1, width, dtype=dtype, device=device)
+    stream = ResidualStream(x, None, 1e-6, fused=True)
+    stream.add(torch.zeros_like(x), row)
+    stream.normed((row, row), (row, row))
+    torch.cuda.synchronize(device)
+
+
+def _kernels() -> ModuleType:
+    return importlib.import_module(".residual_kernels", __package__)
