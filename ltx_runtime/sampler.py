@@ -28,6 +28,8 @@ from .steps import Blend, StepConstants, StepInputs, StreamInputs, StreamRule, s
 from .tensor_tree import named_tensors
 from .timing import Timeline
 from .transformer.inputs import ForwardConstants, StepModulation
+from .transformer.residual import OWNER
+from .triton_use import note_first_use
 
 __all__ = ["SampleRequest", "SampleResult", "TextFeatures", "denoise", "fix_batching", "prepare", "sample"]
 
@@ -181,6 +183,8 @@ def prepare(
             audio_context=contexts[1],
             compatibility=request.compatibility,
         )
+        if forward.fused:
+            note_first_use(OWNER, timeline, "prepare.constants")
         batched = True
         if len(passes) > 1:
             batched, words = _choose_batching(model, request, guidance.batching, len(passes), contexts, negative)

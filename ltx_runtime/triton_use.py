@@ -31,6 +31,8 @@ logger = logging.getLogger("ltxgraph")
 _failures: dict[str | None, str] = {}
 # Whose kernels have run in this process.
 _used: set[str] = set()
+# What Triton has compiled in this process, by all that it compiles for, and the values of constexpr arguments.
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
 def triton_refusal(device: torch.device, dtype: torch.dtype, owner: str) -> str | None:
@@ -65,23 +67,62 @@ def note_first_use(owner: str, timeline: Timeline, phase: str) -> None:
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Tensor | float | None, **options: Any) -> None:
     """kernel[grid](*args, **options), of a @triton.jit function whose first argument is a tensor; inside a capture too,
-    wherever its tensors were made.
+    wherever its tensors were made. Launch in the device of the tensors (on_device).
+
+    args: all that is not constexpr. options: constexpr arguments, and those of the compiler.
 
     Triton asks the driver about the address of every tensor it is given, and under cudaMallocAsync the driver knows
     none that was allocated inside a capture ("cannot be accessed from Triton"). An address that comes as a number is
-    not asked about.
+    not asked about. And what it compiled for arguments of one kind is found again here, in half the time that Triton
+    takes, which matters where the host is what a step waits for.
     A torch function mode sees the call, as it sees PyTorch's own: launches are counted that way (gpu_time.py).
     """
     if has_torch_function_unary(args[0]):
         handle_torch_function(launch, args[:1], kernel, grid, *args, **options)
         return
-    if not (args[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not args[0].is_cuda or torch.version.hip is not None:  # the interpreter; pointers of kinds that we don't know
         kernel[grid](*args, **options)
         return
-    compiled = kernel.warmup(*args, grid=grid, **options)  # the one of the pass before the capture
-    values = dict(zip(kernel.arg_names, args)) | options
-    numbers = (value.data_ptr() if isinstance(value, Tensor) else value for value in map(values.get, kernel.arg_names))
-    compiled[(*grid, 1, 1)[:3]](*numbers)
+    device = args[0].get_device()
+    numbers, kinds = _numbers_and_kinds(args)
+    key = (kernel, device, kinds, *options.items(), *map(type, options.values()))
+    known = _compiled.get(key)
+    if known is None:
+        known = _compiled[key] = _compile(kernel, grid, args, options)
+    compiled, constants = known
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    compiled[(*grid, 1, 1)[:3]](*numbers, *constants, stream=stream)
+
+
+def _compile(
+    kernel: Any, grid: tuple[int, ...], args: tuple[Tensor | float | None, ...], options: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...]]:
+    """What Triton compiles for these arguments, and the values of the kernel's constexpr arguments."""
+    constants = kernel.arg_names[len(args) :]
+    by_place = [kernel.arg_names[place] for place in kernel.constexprs if place < len(args)]
+    if by_place or not set(constants) <= options.keys():
+        names = ", ".join(by_place or constants)
+        raise TypeError(f"{kernel.__name__}: give all constexpr arguments by name, and no others: {names}")
+    return kernel.warmup(*args, grid=grid, **options), tuple(options[name] for name in constants)
+
+
+def _numbers_and_kinds(args: tuple[Tensor | float | None, ...]) -> tuple[list[float | None], tuple[Any, ...]]:
+    """args with the addresses of tensors, and what Triton may compile differently for: at least as fine as its own
+    distinctions (dtype and alignment of a tensor; whether an integer is 1, divisible by 16, of 32 or 64 bits)."""
+    numbers: list[float | None] = []
+    kinds: list[Any] = []
+    for value in args:
+        if isinstance(value, Tensor):
+            address = value.data_ptr()
+            numbers.append(address)
+            kinds.append(value.dtype)
+            kinds.append(address & 15 == 0)
+        else:
+            numbers.append(value)
+            kinds.append(type(value))
+            if type(value) is int:
+                kinds.append(value & 15 == 0 if value != 1 and -(1 << 31) <= value < 1 << 31 else (value,))
+    return numbers, tuple(kinds)
 
 
 def try_triton(launch: Callable[[], None], owner: str, kernel: str, device: torch.device) -> bool:

@@ -104,38 +104,108 @@ def test_the_first_use_is_said_once_for_each_owner():
 
 
 class Kernel:
-    """What a @triton.jit function is for `launch`: it notes how it was launched."""
+    """What a @triton.jit function is for `launch`: it notes how it was launched and compiled."""
 
+    __name__ = "kernel"
     arg_names = ("x", "out", "count", "BLOCK")
+    constexprs = (3,)
 
     def __init__(self) -> None:
         self.launched: list[tuple] = []
+        self.compiled: list[tuple] = []
 
     def __getitem__(self, grid: tuple[int, ...]):
         return lambda *args, **options: self.launched.append((grid, args, options))
 
-    def warmup(self, *args, grid: tuple[int, ...], **options) -> dict:
+    def warmup(self, *args, grid: tuple[int, ...], **options):
         """The compiled kernel, which is launched by whole grids and with the constants in their places."""
-        self.warmed = (args, grid, options)
-        return {(*grid, 1, 1)[:3]: lambda *numbers: self.launched.append((grid, numbers, {}))}
+        self.compiled.append((args, options))
+        return Compiled(self.launched, len(self.compiled))
+
+
+class Compiled:
+    def __init__(self, launched: list[tuple], number: int) -> None:
+        self._launched, self._number = launched, number
+
+    def __getitem__(self, grid: tuple[int, int, int]):
+        return lambda *numbers, stream: self._launched.append((grid, numbers, (self._number, stream)))
 
 
 class DeviceTensor(torch.Tensor):
     is_cuda = True
     __torch_function__ = torch._C._disabled_torch_function_impl
 
+    def get_device(self) -> int:
+        return 1
 
-def test_a_capture_gets_addresses_as_numbers(monkeypatch):
-    kernel = Kernel()
-    x, out = (torch.zeros(4).as_subclass(DeviceTensor) for _ in range(2))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """A kernel, and a function that makes tensors for it."""
+    monkeypatch.setattr(triton_use, "_compiled", {})
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
+    return Kernel(), lambda *args, **options: torch.zeros(*args, **options).as_subclass(DeviceTensor)
+
+
+def test_a_kernel_gets_addresses_as_numbers_and_the_stream_of_its_device(on_gpu):
+    kernel, zeros = on_gpu
+    x, out = zeros(4), zeros(4)
     launch(kernel, (2,), x, out, 4, BLOCK=16, num_warps=4)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    launch(kernel, (2,), x, out, 4, BLOCK=16, num_warps=4)
-    (_, eager, options), (grid, captured, _) = kernel.launched
-    assert eager[0] is x and eager[1] is out and options == {"BLOCK": 16, "num_warps": 4}
-    assert kernel.warmed[0][0] is x and kernel.warmed[1:] == ((2,), options)  # the same kernel as the eager call's
-    assert (grid, captured) == ((2,), (x.data_ptr(), out.data_ptr(), 4, 16))
+    (args, options), (grid, numbers, (_, stream)) = kernel.compiled[0], kernel.launched[0]
+    assert args[0] is x and args[1] is out and options == {"BLOCK": 16, "num_warps": 4}
+    assert (grid, numbers, stream) == ((2, 1, 1), (x.data_ptr(), out.data_ptr(), 4, 16), 71)
+
+
+def test_a_kernel_is_compiled_once_for_arguments_of_one_kind(on_gpu):
+    kernel, zeros = on_gpu
+    kinds = [
+        # the first three alike
+        ((zeros(4), zeros(4), 48), {"BLOCK": 16}),
+        ((zeros(8), zeros(64)[16:], 32), {"BLOCK": 16}),
+        ((zeros(4), zeros(64)[4:], 16), {"BLOCK": 16}),
+        ((zeros(4), zeros(64)[1:], 16), {"BLOCK": 16}),
+        ((zeros(4), zeros(4, dtype=torch.float16), 16), {"BLOCK": 16}),
+        ((zeros(4), None, 16), {"BLOCK": 16}),
+        ((zeros(4), zeros(4), 4), {"BLOCK": 16}),
+        ((zeros(4), zeros(4), 1), {"BLOCK": 16}),
+        ((zeros(4), zeros(4), True), {"BLOCK": 16}),
+        ((zeros(4), zeros(4), 1.0), {"BLOCK": 16}),
+        ((zeros(4), zeros(4), 1 << 32), {"BLOCK": 16}),
+        ((zeros(4), zeros(4), 48), {"BLOCK": 32}),
+        ((zeros(4), zeros(4), 48), {"BLOCK": True}),
+        ((zeros(4), zeros(4), 48), {"BLOCK": 16, "num_warps": 8}),
+    ]
+    for _ in range(2):
+        for args, options in kinds:
+            launch(kernel, (1,), *args, **options)
+    numbers = [number for _, _, (number, _) in kernel.launched]
+    assert numbers == [1, 1, 1, *range(2, 13)] * 2
+    assert kernel.launched[1][1][1] == kinds[1][0][1].data_ptr(), "its own address, not that of the compiled for"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_kinds_are_at_least_as_fine_as_tritons():
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.compiler import BaseBackend
+
+    around = [sign * (1 << bits) + d for sign in (1, -1) for bits in (31, 32, 63) for d in (-1, 0, 1)]
+    integers = [0, 1, 2, 15, 16, 17, 32, -1, -16, *around]
+    tensors = [torch.zeros(9, dtype=dtype)[first:] for dtype in (torch.float32, torch.bfloat16) for first in (0, 1, 8)]
+    values = [*(i for i in integers if -(1 << 63) <= i < 1 << 64), True, False, None, 0.0, 1.0, 16.0, *tensors]
+    kinds: dict[tuple, set] = {}
+    for value in values:
+        # (type, what is known of the value: that it is 1, or a multiple of 16, or nothing)
+        of_triton = native_specialize_impl(BaseBackend, value, False, True, True)
+        kinds.setdefault(triton_use._numbers_and_kinds((value,))[1], set()).add(of_triton)
+    assert all(len(of_triton) == 1 for of_triton in kinds.values()), kinds
+
+
+def test_constants_by_place_are_refused(on_gpu):
+    kernel, zeros = on_gpu
+    with pytest.raises(TypeError, match=r"kernel: give all constexpr arguments by name.*BLOCK"):
+        launch(kernel, (1,), zeros(4), zeros(4), 4, 16)
+    with pytest.raises(TypeError, match="BLOCK"):
+        launch(kernel, (1,), zeros(4), zeros(4), 4)
 
 
 def test_a_launch_counts_as_one():

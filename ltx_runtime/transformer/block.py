@@ -8,15 +8,16 @@ Source: transformer.md section 8.2.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import TransformerConfig
 from .attention import Attention
 from .feed_forward import FeedForward
 from .inputs import ForwardConstants, StepModulation, StreamConstants, StreamModulation
-from .residual import ResidualStream, modulated_context
+from .residual import ResidualStream
 
 # ComfyUI normalises q and k with this eps (transformer.md section 18.2).
 COMFYUI_QK_EPS = 1e-5
@@ -57,23 +58,26 @@ class TransformerBlock(nn.Module):
         modulation: StepModulation,
     ) -> None:
         """Update both streams, None where absent."""
-        qk_eps = COMFYUI_QK_EPS if constants.compatibility == "comfyui" else self.eps
+        how = {
+            "qk_eps": COMFYUI_QK_EPS if constants.compatibility == "comfyui" else self.eps,
+            "fused": constants.fused,
+        }
         if video is not None and constants.video.enabled:
             skip, keep = constants.perturbation("video_self", layer)
-            args = (layer, video, constants.video, modulation.video, qk_eps)
+            args = (layer, video, constants.video, modulation.video, how)
             self._attend_self(self.attn1, *args, skip, keep)
-            self._attend_text(self.attn2, *args, constants.fused)
+            self._attend_text(self.attn2, *args)
         if audio is not None and constants.audio.enabled:
             skip, keep = constants.perturbation("audio_self", layer)
-            args = (layer, audio, constants.audio, modulation.audio, qk_eps)
+            args = (layer, audio, constants.audio, modulation.audio, how)
             self._attend_self(self.audio_attn1, *args, skip, keep)
-            self._attend_text(self.audio_attn2, *args, constants.fused)
+            self._attend_text(self.audio_attn2, *args)
         if video is not None and audio is not None:
-            self._attend_across(layer, video, audio, constants, modulation, qk_eps)
+            self._attend_across(layer, video, audio, constants, modulation, how)
         if video is not None and constants.video.enabled:
-            self._feed_forward(self.ff, layer, video, modulation.video)
+            self._feed_forward(self.ff, layer, video, modulation.video, constants.fused)
         if audio is not None and constants.audio.enabled:
-            self._feed_forward(self.audio_ff, layer, audio, modulation.audio)
+            self._feed_forward(self.audio_ff, layer, audio, modulation.audio, constants.fused)
 
     def _attend_self(
         self,
@@ -82,13 +86,13 @@ class TransformerBlock(nn.Module):
         stream: ResidualStream,
         constants: StreamConstants,
         modulation: StreamModulation,
-        qk_eps: float,
+        how: dict[str, Any],
         skip: bool,
         keep: Tensor | None,
     ) -> None:
         shift, scale, gate = modulation.block_rows(layer, 0)
         (x,) = stream.normed((scale, shift))
-        out = attention(x, rope=constants.rope, bias=constants.attention_bias, qk_eps=qk_eps, skip=skip, keep=keep)
+        out = attention(x, rope=constants.rope, bias=constants.attention_bias, skip=skip, keep=keep, **how)
         stream.add(out, gate)
 
     def _attend_text(
@@ -98,14 +102,13 @@ class TransformerBlock(nn.Module):
         stream: ResidualStream,
         constants: StreamConstants,
         modulation: StreamModulation,
-        qk_eps: float,
-        fused: bool,
+        how: dict[str, Any],
     ) -> None:
         shift, scale, gate = modulation.block_rows(layer, 6)
         context_shift, context_scale = modulation.prompt[layer]
         (x,) = stream.normed((scale, shift))
-        context = modulated_context(constants.context, context_scale, context_shift, fused)
-        stream.add(attention(x, context, qk_eps=qk_eps), gate)
+        context = stream.modulated_context(constants.context, context_scale, context_shift)
+        stream.add(attention(x, context, **how), gate)
 
     def _attend_across(
         self,
@@ -114,7 +117,7 @@ class TransformerBlock(nn.Module):
         audio: ResidualStream,
         constants: ForwardConstants,
         modulation: StepModulation,
-        qk_eps: float,
+        how: dict[str, Any],
     ) -> None:
         to_video, keep_video = constants.perturbation("a2v", layer)
         to_audio, keep_audio = constants.perturbation("v2a", layer)
@@ -137,7 +140,7 @@ class TransformerBlock(nn.Module):
                 of_audio[0],
                 rope=constants.video.cross_rope,
                 context_rope=constants.audio.cross_rope,
-                qk_eps=qk_eps,
+                **how,
             )
             video.add(out, _kept(modulation.video.cross_gate[layer], keep_video), per_sample=True)
             if in_turn:
@@ -148,16 +151,21 @@ class TransformerBlock(nn.Module):
                 of_video[-1],
                 rope=constants.audio.cross_rope,
                 context_rope=constants.video.cross_rope,
-                qk_eps=qk_eps,
+                **how,
             )
             audio.add(out, _kept(modulation.audio.cross_gate[layer], keep_audio), per_sample=True)
 
     def _feed_forward(
-        self, feed_forward: FeedForward, layer: int, stream: ResidualStream, modulation: StreamModulation
+        self,
+        feed_forward: FeedForward,
+        layer: int,
+        stream: ResidualStream,
+        modulation: StreamModulation,
+        fused: bool,
     ) -> None:
         shift, scale, gate = modulation.block_rows(layer, 3)
         (x,) = stream.normed((scale, shift))
-        stream.add(feed_forward(x), gate)
+        stream.add(feed_forward(x, fused=fused), gate)
 
 
 def _table(rows: int, width: int) -> nn.Parameter:

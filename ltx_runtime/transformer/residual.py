@@ -5,7 +5,8 @@ GPU that Triton knows it is one (residual_kernels.py): a part's output is not ad
 reads the stream anyway, also from one block to the next. That pass takes each token's modulation rows from the tables
 of the noise levels itself, computes in float32 and rounds once where the plain path rounds after every operation.
 
-Which of the two it is, is decided once for a stage (`refusal`) and stands in ForwardConstants.fused.
+Which of the two it is, is decided once for a stage (`refusal`) and stands in ForwardConstants.fused, for attention and
+feed-forward too.
 """
 from __future__ import annotations
 
@@ -19,6 +20,9 @@ from torch import Tensor
 
 from ..triton_use import triton_refusal, try_triton
 from .adaln import modulate, token_row
+
+# Whose kernels these are, for triton_use.
+OWNER = "denoiser"
 
 Modulation = tuple[Tensor, Tensor]  # scale, stored as 1 + scale, and shift: tables (U, width)
 
@@ -55,7 +59,15 @@ class ResidualStream:
             x = F.rms_norm(self._x, width, None, self._eps)
         else:
             x = F.layer_norm(self._x, width, eps=self._eps)
-        return [modulate(x, token_row(scale, self._index), token_row(shift, self._index)) for scale, shift in modulations]
+        rows = ([token_row(table, self._index) for table in tables] for tables in modulations)
+        return [modulate(x, scale, shift) for scale, shift in rows]
+
+    def modulated_context(self, context: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        """context * scale + shift, a new tensor: what the stream attends to beside itself. context: (B, S, width of its
+        own); scale (as 1 + scale), shift: (1 or B, width)."""
+        if self._kernels is not None:
+            return self._kernels.residual_pass(context, None, ((scale, shift),), None, "none", 0.0)[0]
+        return modulate(context, scale.unsqueeze(1), shift.unsqueeze(1))
 
     def tokens(self) -> Tensor:
         """x with everything added. Not a copy."""
@@ -70,25 +82,19 @@ class ResidualStream:
         return self._x
 
 
-def modulated_context(context: Tensor, scale: Tensor, shift: Tensor, fused: bool) -> Tensor:
-    """context * scale + shift, a new tensor. context: (B, S, width); scale (as 1 + scale), shift: (1 or B, width)."""
-    if fused:
-        return _kernels().residual_pass(context, None, ((scale, shift),), None, "none", 0.0)[0]
-    return modulate(context, scale.unsqueeze(1), shift.unsqueeze(1))
-
-
 def refusal(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    """Why the fused passes can't run here, None where they can. Builds and runs the kernel at its first use."""
-    reason = triton_refusal(device, dtype)
+    """Why the fused passes can't run here, those of attention included; None where they can. Builds and runs kernels at
+    its first use in a process."""
+    reason = triton_refusal(device, dtype, OWNER)
     if reason is None and not _runs(device, dtype, width):
-        return triton_refusal(device, dtype)
+        return triton_refusal(device, dtype, OWNER)
     return reason
 
 
-# A fact about the process; a failure is kept by triton_use.
+# A fact about the process. A failure is kept by triton_use.
 @functools.cache
 def _runs(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    return try_triton(lambda: _probe(device, dtype, width), "denoiser", device)
+    return try_triton(lambda: _probe(device, dtype, width), OWNER, "residual, norm, modulation, attention", device)
 
 
 def _probe(device: torch.device, dtype: torch.dtype, width: int) -> None:
@@ -97,6 +103,7 @@ def _probe(device: torch.device, dtype: torch.dtype, width: int) -> None:
     stream = ResidualStream(x, None, 1e-6, fused=True)
     stream.add(torch.zeros_like(x), row)
     stream.normed((row, row), (row, row))
+    importlib.import_module(".attention_kernels", __package__).probe(device, dtype)
     torch.cuda.synchronize(device)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RopeTable:
-    """cos and sin, each (B or 1, N, heads, head_dim / 2) in the activation dtype."""
+    """cos and sin, each (B or 1, N, heads, head_dim / 2) in the activation dtype, contiguous."""
 
     cos: Tensor
     sin: Tensor
@@ -48,7 +48,8 @@ def rope_table(
     # A width that the axes don't divide is filled up in front, in head 0, by entries that don't rotate (angle 0).
     angles = torch.nn.functional.pad(angles, (width // 2 - angles.shape[2], 0))
     angles = angles.unflatten(2, (heads, width // (2 * heads)))
-    return RopeTable(cos=angles.cos().to(dtype), sin=angles.sin().to(dtype))
+    # Of one axis the angles inherit the strides of positions, tokens side by side.
+    return RopeTable(cos=angles.cos().to(dtype).contiguous(), sin=angles.sin().to(dtype).contiguous())
 
 
 def apply_rope(x: Tensor, table: RopeTable) -> Tensor:

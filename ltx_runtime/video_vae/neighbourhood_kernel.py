@@ -68,7 +68,7 @@ def attend(
         q, k, v, out,
         *grid, heads,
         q.stride(3), q.stride(4), k.stride(3), k.stride(4), v.stride(3), v.stride(4), out.stride(3), out.stride(4),
-        *kernel_size, *shape.tile, *box,
+        **dict(zip(("KT", "KH", "KW", "TT", "TH", "TW", "BT", "BH", "BW"), (*kernel_size, *shape.tile, *box))),
         HEAD_DIM=head_dim,
         DIMS=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_N=shape.block_keys,
