@@ -18,7 +18,7 @@ from .checks import check_socket
 from .decode import video_part
 from .latents import check_generations, made_by, read_latent
 from .load import ModelFiles
-from .sample import Report, cuda_graphs_refused
+from .sample import cuda_graphs_refused, report_input, report_output
 
 AudioVAE = io.Custom("LTXGRAPH_AUDIO_VAE")
 
@@ -42,7 +42,7 @@ class LTXGraphAudioVAELoader(io.ComfyNode):
                     tooltip="An audio VAE file from models/vae (or a 2.3 checkpoint from models/checkpoints).",
                 ),
             ],
-            outputs=[AudioVAE.Output(display_name="audio_vae")],
+            outputs=[AudioVAE.Output(display_name="audio_vae", tooltip="For LTX Graph Audio Decode and Audio Encode.")],
         )
 
     @classmethod
@@ -72,11 +72,9 @@ class LTXGraphAudioDecode(io.ComfyNode):
             inputs=[
                 AudioVAE.Input("audio_vae", tooltip="From LTX Graph Audio VAE Loader."),
                 io.Latent.Input("samples", tooltip="An audio latent, or video with audio: its sound is decoded."),
-                Report.Input(
-                    "report", optional=True, tooltip="From the sampler of this render; none starts a new log."
-                ),
+                report_input(),
             ],
-            outputs=[io.Audio.Output(display_name="audio"), Report.Output(display_name="report")],
+            outputs=[io.Audio.Output(display_name="audio", tooltip="48 kHz stereo."), report_output()],
         )
 
     @classmethod
@@ -134,11 +132,12 @@ class LTXGraphAudioEncode(io.ComfyNode):
                     tooltip="The video that the sound goes with, empty or encoded: sets the length and wins over "
                     "`length`.",
                 ),
-                Report.Input(
-                    "report", optional=True, tooltip="From an earlier node of the same render; none starts a new log."
-                ),
+                report_input(),
             ],
-            outputs=[io.Latent.Output(display_name="latent"), Report.Output(display_name="report")],
+            outputs=[
+                io.Latent.Output(display_name="latent", tooltip="The sound's latent, 25 frames a second."),
+                report_output(),
+            ],
         )
 
     @classmethod

@@ -159,7 +159,7 @@ class LTXGraphSaveConditioning(io.ComfyNode):
                     "filename_prefix", default="prompt", tooltip="A plain name; a number and .safetensors are added."
                 ),
             ],
-            outputs=[io.Conditioning.Output(display_name="conditioning")],
+            outputs=[io.Conditioning.Output(display_name="conditioning", tooltip="What came in, unchanged.")],
         )
 
     @classmethod
@@ -201,7 +201,7 @@ class LTXGraphLoadConditioning(io.ComfyNode):
                     tooltip="Names marked [output] are in output/ltxgraph/conditioning, the others in input.",
                 ),
             ],
-            outputs=[io.Conditioning.Output(display_name="conditioning")],
+            outputs=[io.Conditioning.Output(display_name="conditioning", tooltip="As it was saved, bit for bit.")],
         )
 
     @classmethod

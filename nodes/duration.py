@@ -17,7 +17,7 @@ from . import host, live
 from .checks import check_socket
 from .conditioning import read_conditioning
 from .load import Model, ModelFiles
-from .sample import Report
+from .sample import report_input, report_output
 
 _FILES = ModelFiles(("model_patches",), published.DURATION_HEAD_FILE, ("duration_head",))
 
@@ -45,14 +45,12 @@ class LTXGraphDuration(io.ComfyNode):
                 ),
                 _limit("min_seconds", DEFAULT_MIN_SECONDS),
                 _limit("max_seconds", DEFAULT_MAX_SECONDS),
-                Report.Input(
-                    "report", optional=True, tooltip="From an earlier node of the same render; none starts a new log."
-                ),
+                report_input(),
             ],
             outputs=[
                 io.Float.Output(display_name="seconds", tooltip="As predicted, without limits."),
                 io.Int.Output(display_name="frames", tooltip="Within the limits, on the 8k+1 grid."),
-                Report.Output(display_name="report"),
+                report_output(),
             ],
         )
 

@@ -16,7 +16,7 @@ from . import host, live
 from .checks import check_socket, known_number, out_of_range
 from .latents import made_by
 from .load import VideoVAE, VideoVAEDevice
-from .sample import Report
+from .sample import report_input, report_output
 
 _LARGEST_SIDE = 16384
 
@@ -66,11 +66,12 @@ class LTXGraphVideoEncode(io.ComfyNode):
                     advanced=True,
                     tooltip="Pixels that neighbouring tiles share; 0 = a quarter of a tile.",
                 ),
-                Report.Input(
-                    "report", optional=True, tooltip="From an earlier node of the same render; none starts a new log."
-                ),
+                report_input(),
             ],
-            outputs=[io.Latent.Output(display_name="latent"), Report.Output(display_name="report")],
+            outputs=[
+                io.Latent.Output(display_name="latent", tooltip="The video's latent, without sound."),
+                report_output(),
+            ],
         )
 
     @classmethod

@@ -15,7 +15,7 @@ from .checks import check_socket, known_number, out_of_range
 from .encode import encode_images
 from .latents import LatentParts, check_generations, made_by, noise_masks, read_latent
 from .load import VideoVAE, VideoVAEDevice
-from .sample import Report
+from .sample import report_input, report_output
 
 _REGENERATED = {"video and audio": ("video", "audio"), "video": ("video",), "audio": ("audio",)}
 
@@ -46,11 +46,12 @@ class LTXGraphImageToVideo(io.ComfyNode):
                     step=0.01,
                     tooltip="1 = these frames stay as they are, less = the model may change them.",
                 ),
-                Report.Input(
-                    "report", optional=True, tooltip="From an earlier node of the same render; none starts a new log."
-                ),
+                report_input(),
             ],
-            outputs=[io.Latent.Output(display_name="latent"), Report.Output(display_name="report")],
+            outputs=[
+                io.Latent.Output(display_name="latent", tooltip="With the given frames in it, and their mask."),
+                report_output(),
+            ],
         )
 
     @classmethod
@@ -109,7 +110,7 @@ class LTXGraphTemporalRegion(io.ComfyNode):
                     "frame_rate", default=24.0, min=1.0, max=1000.0, step=0.01, tooltip="Frames a second of the video."
                 ),
             ],
-            outputs=[io.Latent.Output(display_name="latent")],
+            outputs=[io.Latent.Output(display_name="latent", tooltip="The clip, with the region as its noise mask.")],
         )
 
     @classmethod

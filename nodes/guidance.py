@@ -43,7 +43,9 @@ class LTXGraphGuidance(io.ComfyNode):
                     "other. Read with every preset.",
                 ),
             ],
-            outputs=[GuidanceSocket.Output(display_name="guidance")],
+            outputs=[
+                GuidanceSocket.Output(display_name="guidance", tooltip="For LTX Graph Sampler, Warm Up and Parity Run.")
+            ],
         )
 
     @classmethod

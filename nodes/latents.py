@@ -59,7 +59,7 @@ class LTXGraphEmptyLatent(io.ComfyNode):
                 ),
                 io.Boolean.Input("with_audio", default=True, tooltip="Off: a plain video latent."),
             ],
-            outputs=[io.Latent.Output(display_name="latent")],
+            outputs=[io.Latent.Output(display_name="latent", tooltip="All zeros, for the sampler or given frames.")],
         )
 
     @classmethod

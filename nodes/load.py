@@ -119,7 +119,7 @@ class LTXGraphModelLoader(io.ComfyNode):
                     "changes them in place, in seconds, whenever a node uses it, and drops recorded graphs.",
                 ),
             ],
-            outputs=[Model.Output(display_name="model")],
+            outputs=[Model.Output(display_name="model", tooltip="For LTX Graph Sampler and what renders like it.")],
         )
 
     @classmethod
@@ -167,7 +167,7 @@ class LTXGraphVideoVAELoader(io.ComfyNode):
                     tooltip="A video VAE file from models/vae (or a 2.3 checkpoint from models/checkpoints).",
                 ),
             ],
-            outputs=[VideoVAE.Output(display_name="video_vae")],
+            outputs=[VideoVAE.Output(display_name="video_vae", tooltip="For nodes that decode or encode video.")],
         )
 
     @classmethod

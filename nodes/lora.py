@@ -46,7 +46,7 @@ class LTXGraphLoRA(io.ComfyNode):
                 LoRA.Input("lora", optional=True, tooltip="LoRAs that come before this one."),
             ],
             outputs=[
-                LoRA.Output(display_name="lora"),
+                LoRA.Output(display_name="lora", tooltip="The chain: for LTX Graph Model Loader or the next LoRA."),
                 ICLoRAParameters.Output(
                     display_name="iclora_parameters",
                     tooltip="How much smaller and sparser than the video an IC-LoRA's reference is, from the file's "

@@ -17,7 +17,8 @@ from ..ltx_runtime.request import check_request
 from ..ltx_runtime.sampler import SampleRequest, SampleResult, sample
 from ..ltx_runtime.schedules import SAMPLERS, SCHEDULES, check_sigmas, resolve_sampler, resolve_schedule
 from ..ltx_runtime.shapes import AUDIO_LATENTS_PER_SECOND, audio_latent_frames
-from ..ltx_runtime.step_runner import check_graphs_allowed
+from ..ltx_runtime.step_runner import CUDA_GRAPH_MODES, ON_CAPTURE_FAILURE, check_graphs_allowed
+from ..ltx_runtime.transformer.model import COMPATIBILITIES
 from . import host, live
 from .checks import check_socket
 from .conditioning import check_same_guides, read_conditioning
@@ -82,7 +83,7 @@ def arithmetic_inputs() -> list[io.Input]:
         ),
         io.Combo.Input(
             "compatibility",
-            options=["reference", "comfyui"],
+            options=list(COMPATIBILITIES),
             default="reference",
             advanced=True,
             tooltip="reference: Lightricks' model. comfyui: ComfyUI's deviations from it, to reproduce a native "
@@ -105,6 +106,28 @@ def optional_sampling_inputs() -> list[io.Input]:
     ]
 
 
+def capture_failure_input() -> io.Input:
+    return io.Combo.Input(
+        "on_capture_failure",
+        options=list(ON_CAPTURE_FAILURE),
+        default="eager",
+        tooltip="eager: go on without a graph and report the reason. error: stop.",
+    )
+
+
+def report_input() -> io.Input:
+    return Report.Input(
+        "report", optional=True, tooltip="From an earlier node of the same render; none starts a new log."
+    )
+
+
+def report_output() -> io.Output:
+    return Report.Output(
+        display_name="report",
+        tooltip="Log and timing of the render up to here: for its next node, and for LTX Graph Timing Parity.",
+    )
+
+
 class LTXGraphSampler(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -118,24 +141,20 @@ class LTXGraphSampler(io.ComfyNode):
                 *sampling_inputs(),
                 io.Combo.Input(
                     "cuda_graph",
-                    options=["auto", "on", "off"],
+                    options=list(CUDA_GRAPH_MODES),
                     default="auto",
                     tooltip="auto: record the step when that pays for this shape, and say why. Without CUDA a step "
                     "runs eager.",
                 ),
-                io.Combo.Input(
-                    "on_capture_failure",
-                    options=["eager", "error"],
-                    default="eager",
-                    tooltip="eager: go on without a graph and report the reason. error: stop.",
-                ),
+                capture_failure_input(),
                 *arithmetic_inputs(),
                 *optional_sampling_inputs(),
-                Report.Input(
-                    "report", optional=True, tooltip="From an earlier node of the same render; none starts a new log."
-                ),
+                report_input(),
             ],
-            outputs=[io.Latent.Output(display_name="latent"), Report.Output(display_name="report")],
+            outputs=[
+                io.Latent.Output(display_name="latent", tooltip="Denoised, of the same kind as latent_image."),
+                report_output(),
+            ],
         )
 
     @classmethod

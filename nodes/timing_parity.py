@@ -50,10 +50,10 @@ def _judging_inputs() -> list[io.Input]:
 
 def _outputs() -> list[io.Output]:
     return [
-        io.String.Output(display_name="report"),
-        io.Boolean.Output(display_name="bit_exact"),
-        io.Image.Output(display_name="difference"),
-        io.Image.Output(display_name="timeline"),
+        io.String.Output(display_name="report", tooltip="Verdict and timelines as text: for Preview as Text."),
+        io.Boolean.Output(display_name="bit_exact", tooltip="True only when every value is equal bit for bit."),
+        io.Image.Output(display_name="difference", tooltip="Where and when the clips differ, and by how much."),
+        io.Image.Output(display_name="timeline", tooltip="Where the time went, one picture a render."),
     ]
 
 

@@ -13,7 +13,7 @@ from . import host, live
 from .decode import video_part
 from .latents import LatentParts, check_generations, read_latent
 from .load import ModelFiles, VideoVAE
-from .sample import Report
+from .sample import report_input, report_output
 
 Upscaler = io.Custom("LTXGRAPH_UPSCALER")
 
@@ -37,7 +37,7 @@ class LTXGraphUpscalerLoader(io.ComfyNode):
                     tooltip="A latent upscaler from models/latent_upscale_models.",
                 ),
             ],
-            outputs=[Upscaler.Output(display_name="upscaler")],
+            outputs=[Upscaler.Output(display_name="upscaler", tooltip="For LTX Graph Latent Upscale.")],
         )
 
     @classmethod
@@ -71,11 +71,12 @@ class LTXGraphLatentUpscale(io.ComfyNode):
                 VideoVAE.Input(
                     "video_vae", tooltip="From LTX Graph Video VAE Loader. Its latent statistics are used, no weights."
                 ),
-                Report.Input(
-                    "report", optional=True, tooltip="From the sampler of this render; none starts a new log."
-                ),
+                report_input(),
             ],
-            outputs=[io.Latent.Output(display_name="latent"), Report.Output(display_name="report")],
+            outputs=[
+                io.Latent.Output(display_name="latent", tooltip="Twice the size or the frames, for the next stage."),
+                report_output(),
+            ],
         )
 
     @classmethod

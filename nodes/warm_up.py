@@ -6,11 +6,19 @@ from comfy_api.latest import io
 
 from ..ltx_runtime.cuda_graph import unavailable_reason
 from ..ltx_runtime.errors import CaptureError
-from ..ltx_runtime.step_runner import ON_CAPTURE_FAILURE
 from ..ltx_runtime.warm_up import recorded_words, warm_up
 from . import host, live
 from .load import Model
-from .sample import Report, arithmetic_inputs, cuda_graphs_refused, optional_sampling_inputs, read_job, sampling_inputs
+from .sample import (
+    arithmetic_inputs,
+    capture_failure_input,
+    cuda_graphs_refused,
+    optional_sampling_inputs,
+    read_job,
+    report_input,
+    report_output,
+    sampling_inputs,
+)
 
 # A recording serves every seed and every start noise.
 _WITHOUT_EFFECT = ("seed", "noise")
@@ -28,19 +36,15 @@ class LTXGraphWarmUp(io.ComfyNode):
             is_output_node=True,
             inputs=[
                 *(given for given in sampling_inputs() if given.id not in _WITHOUT_EFFECT),
-                io.Combo.Input(
-                    "on_capture_failure",
-                    options=list(ON_CAPTURE_FAILURE),
-                    default="eager",
-                    tooltip="eager: go on and report the reason. error: stop.",
-                ),
+                capture_failure_input(),
                 *arithmetic_inputs(),
                 *(given for given in optional_sampling_inputs() if given.id not in _WITHOUT_EFFECT),
-                Report.Input(
-                    "report", optional=True, tooltip="From an earlier node of the same render; none starts a new log."
-                ),
+                report_input(),
             ],
-            outputs=[Model.Output(display_name="model"), Report.Output(display_name="report")],
+            outputs=[
+                Model.Output(display_name="model", tooltip="The same model, for LTX Graph Sampler."),
+                report_output(),
+            ],
         )
 
     @classmethod

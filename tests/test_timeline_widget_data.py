@@ -1,6 +1,7 @@
 """The widget's own reading of events, in Node.js, against the runtime's: bars, GPU shares, unaccounted time."""
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ltx_runtime.intervals import phase_interval
-from ltx_runtime.pictures import _gpu_share
+from ltx_runtime.pictures import PHASE_COLOURS, _gpu_share
 from ltx_runtime.timeline_view import compact
 from ltx_runtime.timing import SEGMENT, Timeline
 
@@ -116,3 +117,10 @@ def test_a_running_phase_lasts_until_now():
     assert (done["open"], running["open"]) == (False, True)
     assert running["end"] == pytest.approx(now)
     assert running["start"] == pytest.approx(next(e["t_ms"] for e in events if e.get("attrs") == {"step": 1}))
+
+
+def test_the_widget_paints_phases_in_the_colours_of_the_picture():
+    source = SCRIPT.with_name("timeline_view.js").read_text(encoding="utf-8")
+    table = re.search(r"const COLOURS = \{(.*?)\};", source, re.DOTALL)[1]
+    found = re.findall(r'"?([a-z.]+)"?: (\[[0-9, ]+\])', table)
+    assert {phase: tuple(json.loads(colour)) for phase, colour in found} == PHASE_COLOURS

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import re
 from urllib.parse import quote
 
 import pytest
@@ -88,6 +89,20 @@ def test_sockets_are_comfyuis_own(listed):
     assert outputs["LTXGraphGuidance"] == ["LTXGRAPH_GUIDANCE"]
     assert outputs["LTXGraphLoadConditioning"] == ["CONDITIONING"]
     assert outputs["LTXGraphTimingParity"] == outputs["LTXGraphParityRun"] == ["STRING", "BOOLEAN", "IMAGE", "IMAGE"]
+
+
+@pytest.mark.parametrize("name", sorted(NODES))
+def test_help_page_names_every_input_and_output(listed, name):
+    """Loaders have one output, which says nothing that the page does not."""
+    info = listed[name]
+    page = (ROOT / "web" / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    given = {**info["input"].get("required", {}), **info["input"].get("optional", {})}
+    named = {socket: {socket, (spec[1:] or [{}])[0].get("display_name")} for socket, spec in given.items()}
+    if name == "LTXGraphGuidance":  # one line for both streams
+        named = {socket: {re.sub("^(video|audio)_", "…_", socket)} for socket in named}
+    named |= {} if name.endswith("Loader") else {output: {output} for output in info["output_name"]}
+    silent = [socket for socket, words in named.items() if not any(word and word in page for word in words)]
+    assert not silent, f"{name}.md says nothing of {', '.join(silent)}"
 
 
 @pytest.mark.parametrize("name", sorted(NODES))

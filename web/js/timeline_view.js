@@ -628,11 +628,13 @@ class Chart {
     const number = bar.event.attrs?.step ?? bar.event.attrs?.chunk ?? bar.event.attrs?.tile;
     const share = bar.busy == null ? "" : shareWords(bar.busy);
     const [a, b] = [Math.max(x0, this.left), Math.min(x0 + width, this.right)];
-    const labels = b - a < 8 ? [] : [number == null ? share : `${number + 1}${share && ` · ${share}`}`, number == null ? "" : `${number + 1}`];
-    const label = labels
-      .find((words) => words && paper.measureText(words).width < b - a - 4);
+    // The longest label that fits: number and share, or the number alone.
+    const labels = number == null ? [share] : [[number + 1, share].filter(Boolean).join(" · "), `${number + 1}`];
+    const label = labels.find((words) => words && b - a >= 8 && paper.measureText(words).width < b - a - 4);
     if (label) {
-      const alpha = bar.busy == null ? 0.7 : bar.busy < 0.5 ? 0.25 : bar.inferred ? 0.65 : 1;
+      let alpha = bar.inferred ? 0.65 : 1; // of what is behind the label, half-way up the bar
+      if (bar.busy == null) alpha = 0.7;
+      else if (bar.busy < 0.5) alpha = 0.25;
       const behind = colour.map((c, i) => c * alpha + this.back[i] * (1 - alpha));
       this.text(label, (a + b) / 2, y + tall / 2, { colour: luminance(behind) < 150 ? [255, 255, 255] : [20, 22, 26], align: "center" });
     }
