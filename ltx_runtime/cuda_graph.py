@@ -219,6 +219,10 @@ class GraphCache:
         self.counters.last_miss = min((key.differences(k) for k in self._steps), key=len, default=["first use"])
         return None
 
+    def __contains__(self, key: GraphKey) -> bool:
+        """Without counting; see find."""
+        return key in self._steps
+
     def measurement(self, key: GraphKey) -> Any:
         """What was remembered of steps of this shape, or None."""
         return self._measurements.get(key.shape)
@@ -255,7 +259,7 @@ class GraphCache:
         says to restart.
         """
         # Old graphs go before the capture: destroying one inside it would invalidate it.
-        while len(self._steps) >= self.max_graphs and self._evict_oldest(keep):
+        while len(self._steps) >= self.max_graphs and self.evict_oldest(keep):
             pass
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
@@ -266,7 +270,7 @@ class GraphCache:
                     break
                 except MemoryShortageError:
                     # Its own old recordings may make room; a lasting shortage is no failure of this key.
-                    if not self._evict_oldest(keep):
+                    if not self.evict_oldest(keep):
                         raise
         except RestartRequiredError:
             raise
@@ -279,11 +283,11 @@ class GraphCache:
         self._failed.pop(key, None)
         self._steps[key] = step
         self.counters.captures += 1
-        while self.device_bytes > self.max_bytes and self._evict_oldest((*keep, step)):
+        while self.device_bytes > self.max_bytes and self.evict_oldest((*keep, step)):
             pass
         return step, outputs
 
-    def _evict_oldest(self, keep: Collection[GraphedStep]) -> bool:
+    def evict_oldest(self, keep: Collection[GraphedStep]) -> bool:
         """Drop the recording that was not used for longest, of those not in keep; False when there is none."""
         oldest = next((key for key, step in self._steps.items() if all(step is not kept for kept in keep)), None)
         if oldest is None:
@@ -303,6 +307,14 @@ class GraphCache:
     def device_bytes(self) -> int:
         """Device memory that the recordings hold."""
         return sum(step.device_bytes for step in self._steps.values())
+
+    @property
+    def seemingly_free_bytes(self) -> int:
+        """What of device_bytes statistics count as free: under the native allocator a recording's intermediates lie in
+        memory that is reserved for it, and nothing there counts as allocated."""
+        if allocator_backend() != "native":
+            return 0
+        return sum(step.report.graph_bytes for step in self._steps.values())
 
     def __len__(self) -> int:
         return len(self._steps)

@@ -1,4 +1,4 @@
-"""When capturing a step pays: a pure decision from measured numbers.
+"""When capturing pays, a denoising step or a piece of a decode: pure decisions from measured numbers.
 
 Source: design.md section 6; costs of a capture from cuda_graph_facts.md section 7.
 """
@@ -15,6 +15,8 @@ _CAPTURE_MS = 60.0
 _RECORDING_MS = 0.05
 # Below this gain per step the decision would rest on noise.
 _MINIMUM_GAIN = 1.05
+# A host that takes a smaller share of a piece's time to issue it is ahead of the device for most of it.
+_HOST_LIMITED = 0.8
 
 
 @dataclass(frozen=True)
@@ -70,3 +72,21 @@ def decide(measurement: BusyMeasurement, remaining_steps: int, *, seen_before: b
     return Decision(
         False, f"{busy}: {cost}, only {remaining_steps} remain, not captured; a next render of this shape will"
     )
+
+
+@dataclass(frozen=True)
+class IssueMeasurement:
+    """One eager piece of a decode, milliseconds. issue_ms: of the host, without its waits for the device. device_ms:
+    between events before and after the piece; where the host is the slower one, its gaps are inside."""
+
+    issue_ms: float
+    device_ms: float
+
+
+def decide_piece(measurement: IssueMeasurement) -> Decision:
+    """Capture a piece of a shape that came back where the host is its limit. Where the host issues faster than the
+    device works, a replay takes as long as the eager piece, and the memory of the recording is for nothing."""
+    times = f"host issues in {measurement.issue_ms:.1f} ms, device works {measurement.device_ms:.1f}"
+    if measurement.issue_ms < _HOST_LIMITED * measurement.device_ms:
+        return Decision(False, f"{times}: not recorded")
+    return Decision(True, f"{times}: the host is the limit, recorded")

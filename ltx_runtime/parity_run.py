@@ -304,7 +304,9 @@ def _activities(
         arms.timeline(arm).note("sample.measure", found[arm].words)
     if found[EAGER].loop is not None:
         arms.check_cancelled()
-        decode = measure_gpu_busy(lambda: vae.decode_raw(eager.result.video, plan=plan), device=vae.device)
+        decode = measure_gpu_busy(
+            lambda: vae.decode_raw(eager.result.video, plan=plan, cuda_graph="off"), device=vae.device
+        )
         if decode.reason is None:
             found = {
                 arm: activity if activity.loop is None else dataclasses.replace(activity, decode=plain_activity(decode))
@@ -387,9 +389,14 @@ def _judged(
 
     def decode(render: _Render) -> _Decoded:
         timeline = arms.timeline(render.arm)
+        cuda_graph = "on" if render.arm == GRAPHED else "off"
         with timeline.segment(f"decode {render.arm}"), torch.inference_mode():
             raw = vae.decode_raw(
-                render.result.video, plan=plan, timeline=timeline, check_cancelled=arms.check_cancelled
+                render.result.video,
+                plan=plan,
+                cuda_graph=cuda_graph,
+                timeline=timeline,
+                check_cancelled=arms.check_cancelled,
             )
             frames = torch.cat([to_frames(clip[None]) for clip in raw])
             ranges = [frame_range(frames)]
@@ -397,7 +404,7 @@ def _judged(
             if audio_vae is not None:
                 sound = audio_vae.decode_raw(
                     render.result.audio,
-                    cuda_graph="on" if render.arm == GRAPHED else "off",
+                    cuda_graph=cuda_graph,
                     timeline=timeline,
                     check_cancelled=arms.check_cancelled,
                 )

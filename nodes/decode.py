@@ -13,7 +13,7 @@ from ..ltx_runtime.video_vae.decode import PHASE
 from . import host, live
 from .latents import check_generations, read_latent
 from .load import VideoVAE
-from .sample import Report
+from .sample import Report, cuda_graphs_refused
 
 
 class LTXGraphVideoDecode(io.ComfyNode):
@@ -57,6 +57,17 @@ class LTXGraphVideoDecode(io.ComfyNode):
                     tooltip="Of the noise that the diffusion VAE starts from; ComfyUI always takes 0. The conv VAE "
                     "takes none.",
                 ),
+                # Last, since saved workflows give values by their position.
+                io.Combo.Input(
+                    "cuda_graph",
+                    options=["auto", "on", "off"],
+                    default="auto",
+                    optional=True,
+                    advanced=True,
+                    tooltip="auto: record a shape that comes back where the host is slower than the device (small "
+                    "previews, single frames, busy hosts), and say the times. on: record every piece at its first use; "
+                    "costs memory. The picture is the same bit for bit.",
+                ),
             ],
             outputs=[io.Image.Output(display_name="images"), Report.Output(display_name="report")],
         )
@@ -72,13 +83,15 @@ class LTXGraphVideoDecode(io.ComfyNode):
         tile_size: int = 0,
         overlap: int = 0,
         decoder_seed: int = 0,
+        cuda_graph: str = "auto",
     ) -> io.NodeOutput:
         latent = video_part(samples, "samples")
         check_generations(video_vae, latent=read_latent(samples, "samples"))
         vae = video_vae.model
         sizes = AskedSizes(tile_size, overlap, temporal_size, temporal_overlap)
         # No other model is evicted for more than the picture asks for: what is exact and smaller will do.
-        wanted = vae.exact_bytes(latent.shape, sizes=sizes)
+        refused = cuda_graphs_refused()
+        wanted = vae.exact_bytes(latent.shape, sizes=sizes, recorded=cuda_graph == "on" and not refused)
         with host.stay(report, "LTXGraphVideoDecode", [video_vae]) as timeline:
             before = len(timeline.events)
             host.make_resident([video_vae], timeline, wanted)
@@ -87,6 +100,8 @@ class LTXGraphVideoDecode(io.ComfyNode):
                 latent,
                 sizes=sizes,
                 noise=DecodeNoise(seed=decoder_seed),
+                cuda_graph=cuda_graph,
+                graphs_refused=refused,
                 timeline=timeline,
                 free_bytes=host.free_bytes(vae.device),
                 check_cancelled=host.cancel_check(),
@@ -96,7 +111,11 @@ class LTXGraphVideoDecode(io.ComfyNode):
             images = host.to_intermediate(frames)
         plans = [e["message"] for e in timeline.events[before:] if e["event"] == "note" and e["phase"] == PHASE]
         tiles = vae.overlaps(latent.shape, ran[-1])
-        settings = {"video_vae": video_vae.name, "decode": _how(ran[-1], latent.shape[2], tiles)}
+        settings = {
+            "video_vae": video_vae.name,
+            "decode": _how(ran[-1], latent.shape[2], tiles),
+            "decode_cuda_graph": cuda_graph,
+        }
         if vae.takes_noise:
             settings["decoder_seed"] = decoder_seed
         report = dataclasses.replace(host.extend(report, timeline, settings=settings, notes=plans), tiles=tiles)

@@ -261,7 +261,9 @@ class LTXGraphParityRun(io.ComfyNode):
         job = read_job(model, **inputs)
         other_text = None if positive_b is None else _second_prompt(positive_b, job)
         models = [model, video_vae]
-        decoding_bytes = video_vae.model.exact_bytes(video_part(inputs["latent_image"], "latent_image").shape)
+        refused = cuda_graphs_refused()
+        shape = video_part(inputs["latent_image"], "latent_image").shape
+        decoding_bytes = video_vae.model.exact_bytes(shape, recorded=not refused)
         activation_bytes = job.activation_bytes(recorded=True) + decoding_bytes
         if audio_vae is not None:
             models.append(audio_vae)
@@ -292,7 +294,7 @@ class LTXGraphParityRun(io.ComfyNode):
                 timelines=timeline_of,
                 audio_vae=None if audio_vae is None else audio_vae.model,
                 other_text=other_text,
-                without_graphs=cuda_graphs_refused(),
+                without_graphs=refused,
                 measure_residency=measure_residency,
                 check_cancelled=host.cancel_check(),
                 on_progress=host.step_progress(),

@@ -63,10 +63,10 @@ def run_out_of_memory(monkeypatch, vae: VideoVAE, falls: list[int], error=torch.
     """The first decodes of this VAE deliver white pieces until they raise before the piece that falls names."""
     real, attempts = vae._decoding.pieces, iter(falls)
 
-    def pieces(module, latent, item, plan, noise, on_share):
+    def pieces(module, latent, item, plan, noise, on_share, recorder):
         where = next(attempts, None)
         if where is None:
-            yield from real(module, latent, item, plan, noise, on_share)
+            yield from real(module, latent, item, plan, noise, on_share, recorder)
             return
         frames, height, width = 8 * (latent.shape[2] - 1) + 1, 32 * latent.shape[3], 32 * latent.shape[4]
         for index, part in enumerate(torch.arange(frames).tensor_split(PIECES)):

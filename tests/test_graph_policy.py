@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from ltx_runtime.graph_policy import BusyMeasurement, decide
+from ltx_runtime.graph_policy import BusyMeasurement, IssueMeasurement, decide, decide_piece
 
 S0_SLOW_HOST = BusyMeasurement(wall_ms=364.0, gpu_ms=102.0, launches=6130)  # a real ComfyUI's stage 1
 S0 = BusyMeasurement(wall_ms=121.7, gpu_ms=102.3, launches=6130)
@@ -67,3 +67,15 @@ def test_a_gpu_time_within_its_error_bound_decides_the_same_when_the_shape_comes
         assert off.wall_ms / off.predicted_replay_ms < 1.11
     else:
         assert exact.capture == found.capture
+
+
+@pytest.mark.parametrize(
+    "issue_ms, device_ms, captures",
+    [(9, 46, False), (11, 182, False), (80, 145, False), (9, 9.2, True), (90, 95, True), (12, 11, True)],
+)
+def test_a_piece_of_a_decode_is_captured_where_the_host_is_its_limit(issue_ms, device_ms, captures):
+    """The first three: conv and diffusion decodes of 384x256x121 and 768x512x121."""
+    decision = decide_piece(IssueMeasurement(issue_ms, device_ms))
+    assert decision.capture == captures
+    times = f"host issues in {issue_ms:.1f} ms, device works {device_ms:.1f}"
+    assert decision.words == times + (": the host is the limit, recorded" if captures else ": not recorded")

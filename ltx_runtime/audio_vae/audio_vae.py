@@ -228,7 +228,7 @@ class AudioVAE(ResidentModule):
                 return _Decoded(*_chain(module.decode_stages(workspace), inputs.latent))
 
             try:
-                # Memory made before the recording, as the kernels need it: the engine takes a copy of the constants.
+                # The engine makes a workspace like this one for the recording: it takes a copy of the constants.
                 recording, outputs = self.graphs.capture(
                     key,
                     forward,

@@ -3,8 +3,7 @@
 The one place that picks: `refusal` says why the kernels can't do it, and then vocoder.py's modules run as they are.
 Between two convolutions of an AMP block stand one kernel for the activation, which leaves its result in three bfloat16
 parts, and one for the convolution, which multiplies those parts on the tensor cores (vocoder_kernels.py). All of them
-write into a workspace: inside a capture Triton takes no tensor that was made there (cuda_graph_facts.md section 4), and
-the results of torch's kernels are copied into it.
+write into a workspace, in which signals overwrite one another, and the results of torch's kernels are copied into it.
 Source: audio.md sections 4-6.
 """
 

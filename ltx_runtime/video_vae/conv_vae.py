@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,10 @@ from . import conv_pointwise
 from .cells import Stride, patchify
 from .conv_layers import Downsample, ResBlock, TemporalConv, Upsample
 from .statistics import PerChannelStatistics
-from .streaming import run_in_chunks
+from .streaming import in_chunks, run_in_chunks
+
+if TYPE_CHECKING:
+    from .recording import PieceRecorder
 
 PIXEL_CHANNELS = 3
 _STRIDES: dict[str, Stride] = {"space": (1, 2, 2), "time": (2, 1, 1), "all": (2, 2, 2)}
@@ -103,10 +107,10 @@ class ConvDecoder(nn.Module):
                 rate *= block.stride[0]
         return layers + [(self.conv_out, rate)]
 
-    def forward(self, x: Tensor, chunk_frames: int) -> Iterator[Tensor]:
+    def forward(self, x: Tensor, chunk_frames: int, recorder: PieceRecorder | None = None) -> Iterator[Tensor]:
         """Denormalised latents (B, C, F, H, W) to unclamped pixels (B, 3, n, 32H, 32W) in the weights' dtype: the
-        8(F-1)+1 frames piece after piece, chunk_frames latent frames at a time."""
-        pieces = run_in_chunks(self.layers(), [(x, True)], chunk_frames)
+        8(F-1)+1 frames piece after piece, chunk_frames latent frames at a time. recorder: see run_in_chunks."""
+        pieces = run_in_chunks(self.layers(), in_chunks(x, chunk_frames), chunk_frames, recorder)
         # Not a loop: its variable would keep a piece alive while the next one is computed.
         return map(partial(conv_pointwise.unpatchify, patch=self.patch_size), pieces)
 
@@ -164,10 +168,10 @@ class ConvVideoVAE(nn.Module):
         """The activation dtype: that of the weights."""
         return self.decoder.conv_in.conv.weight.dtype
 
-    def decode(self, latent: Tensor, chunk_frames: int) -> Iterator[Tensor]:
+    def decode(self, latent: Tensor, chunk_frames: int, recorder: PieceRecorder | None = None) -> Iterator[Tensor]:
         """Normalised latents (B, C, F, H, W) on the weights' device to pixels, see ConvDecoder.forward."""
         _lay_out(self.decoder)
-        return self.decoder(self.per_channel_statistics.denormalize(latent).to(self.dtype), chunk_frames)
+        return self.decoder(self.per_channel_statistics.denormalize(latent).to(self.dtype), chunk_frames, recorder)
 
 
 class ConvVideoEncoder(nn.Module):

@@ -1,7 +1,7 @@
 """The video VAE of one file: latents in, frames out.
 
 Reading order: `VideoVAE.decode`, `_chunks`. The decoder, conv or diffusion, is behind decoders.py: its network, and the
-plan that cuts a clip so that it fits.
+plan that cuts a clip so that it fits. Which pieces of a decode run as CUDA graphs is decided in recording.py.
 """
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from torch import Tensor
 
 from ..checkpoint import CheckpointHeader, Progress, read_header, require_component
 from ..config import ConvVAEConfig, DiffusionVAEConfig
-from ..errors import NonFiniteError, ShapeError
+from ..cuda_graph import GraphCache, unavailable_reason
+from ..errors import NonFiniteError, RequestError, ShapeError
 from ..memory import DeviceMemoryError, available_host_bytes, device_free_bytes, in_words, is_out_of_memory
 from ..resident_weights import ResidentModule
 from ..shapes import SPACE_FACTOR, TIME_FACTOR, VideoLatentShape
+from ..step_runner import CUDA_GRAPH_MODES
 from ..timing import Phase, Timeline
 from ..triton_use import note_first_use, triton_refusal
 from .decoders import decoding_of
@@ -27,11 +29,16 @@ from .diffusion_grid import COMFYUI_NOISE, DecodeNoise
 from .host_frames import FrameTransfer, allocate_frames, frames_bytes, to_frames
 from .in_flight import Pace, PhasesInFlight
 from .plan import PLANNED, AskedSizes, DecodePlan
+from .recording import PieceRecorder
 from .statistics import PerChannelStatistics, load_statistics
 from .tiling import TileOverlaps
 
 PHASE = "decode.video.chunk"
 COMPONENTS = ("video_vae_diffusion", "video_vae_conv")
+# In whose phases pieces are recorded: decode.video.warmup and decode.video.capture.
+_RECORDING_PHASES = "decode.video"
+# A long stream has up to six kinds of pieces, a decode in tiles up to twelve.
+_MAX_GRAPHS = 16
 
 Result = TypeVar("Result")
 
@@ -55,7 +62,10 @@ def load_video_vae(
 
 
 class VideoVAE(ResidentModule):
-    """The decoder of one file, conv or diffusion. The file's encoder has a handle of its own, VideoEncoder."""
+    """The decoder of one file, conv or diffusion. The file's encoder has a handle of its own, VideoEncoder.
+
+    graphs: recorded pieces of decodes.
+    """
 
     def __init__(self, header: CheckpointHeader, *, device: torch.device | str, dtype: torch.dtype | None = None):
         """Checks the header; the weights are read by ensure_resident, at the latest in decode."""
@@ -66,6 +76,11 @@ class VideoVAE(ResidentModule):
         super().__init__(header, self._decoding.build, prefix_map, device=device, dtype=dtype)
         weight = header.tensors[self._prefix + self._decoding.first_weight]
         self._item_bytes = dtype.itemsize if dtype else weight.num_bytes // weight.num_elements
+        self.graphs = GraphCache(self.device, max_graphs=_MAX_GRAPHS)
+
+    def evict(self) -> None:
+        self.graphs.close()
+        super().evict()
 
     @property
     def config(self) -> ConvVAEConfig | DiffusionVAEConfig:
@@ -97,17 +112,26 @@ class VideoVAE(ResidentModule):
         if free_bytes is None:
             free_bytes = self._free_bytes(shape)
         if free_bytes is not None:
+            # Recordings make way, and what is planned must not depend on them.
+            free_bytes += self.graphs.device_bytes - self.graphs.seemingly_free_bytes
             values = 3 * shape.batch * shape.num_frames * shape.height * shape.width * SPACE_FACTOR**2
             free_bytes = max(0, free_bytes - clips_kept * values * (self._item_bytes + torch.float32.itemsize))
         return self._decoding.plan(
             shape.as_tuple(), item_bytes=self._item_bytes, free_bytes=free_bytes, asked=sizes
         )
 
-    def exact_bytes(self, latent_shape: Sequence[int], *, sizes: AskedSizes = PLANNED) -> int:
+    def exact_bytes(
+        self, latent_shape: Sequence[int], *, sizes: AskedSizes = PLANNED, recorded: bool = False
+    ) -> int:
         """Device memory beside the weights that the smallest plan takes which gives the untiled picture, or that of the
-        tiles asked for: what is worth having room made for. Raises ShapeError."""
-        shape = self._check_shape(latent_shape)
-        return self._decoding.exact_bytes(shape.as_tuple(), item_bytes=self._item_bytes, asked=sizes)
+        tiles asked for: what is worth having room made for. recorded: with the recording of a piece. Raises
+        ShapeError."""
+        shape = self._check_shape(latent_shape).as_tuple()
+        least = self._decoding.exact_bytes(shape, item_bytes=self._item_bytes, asked=sizes)
+        if not recorded:
+            return least
+        plan = self._decoding.plan(shape, item_bytes=self._item_bytes, free_bytes=least, asked=sizes)
+        return least + plan.recording_bytes
 
     def overlaps(self, latent_shape: Sequence[int], plan: DecodePlan) -> TileOverlaps | None:
         """Where the tiles of a plan for a latent of this shape overlap in its frames; None without tiles.
@@ -124,6 +148,8 @@ class VideoVAE(ResidentModule):
         plan: DecodePlan | None = None,
         sizes: AskedSizes = PLANNED,
         noise: DecodeNoise = COMFYUI_NOISE,
+        cuda_graph: str = "auto",
+        graphs_refused: str = "",
         timeline: Timeline | None = None,
         free_bytes: int | None = None,
         check_cancelled: Callable[[], None] | None = None,
@@ -136,26 +162,34 @@ class VideoVAE(ResidentModule):
         plan: run exactly this plan; without one it is planned now, with the sizes that the user asked for, and planned
         smaller when the device runs out of memory all the same.
         noise: of the diffusion decoder; the conv decoder takes none.
+        cuda_graph: "off"; "on": each piece (a clip that runs whole, a chunk, a tile) is recorded at its first use and
+        replayed after; "auto": at its third, where the host was the limit at the second. The bits are the same. What
+        was done, and why, is noted in the timeline.
+        graphs_refused: why the host forbids CUDA graphs, empty when it doesn't.
         free_bytes: device memory that a plan may count on, None asks the device.
         check_cancelled: called before every chunk and, where one takes long, every hundredth of the work; whatever it
-        raises ends the decode within two such pieces and leaves the VAE usable.
+        raises ends the decode within two such pieces and leaves the VAE usable. A replay runs to its end, so during
+        one neither cancel nor progress comes.
         on_plan: called with every plan before it is tried; the last is what ran.
         on_progress(done, total): frames on the host, or as many as the work done amounts to. It goes back when memory
         runs out and a smaller plan begins.
         While a chunk is copied to the host, the device computes the next one.
-        Raises ShapeError and RequestError (host memory, noise) before any work, CheckpointError, NonFiniteError naming
-        the chunk, and DeviceMemoryError. Source: video_vae.md sections 3, 5, 6, 7.
+        Raises ShapeError and RequestError (host memory, noise, cuda_graph) before any work, CheckpointError,
+        NonFiniteError naming the chunk, DeviceMemoryError, and RestartRequiredError when the process can't go on.
+        Source: video_vae.md sections 3, 5, 6, 7.
         """
         shape = self._check_shape(latent.shape)
+        graphs = _GraphsWanted(cuda_graph, graphs_refused)
         total = shape.batch * shape.num_frames
         size = (shape.height * SPACE_FACTOR, shape.width * SPACE_FACTOR)
         host = allocate_frames(total, *size, available_host_bytes())
         timeline = timeline or Timeline(None, device=self.device)
         progress = _Progress(total, on_progress)
 
-        def run(latent: Tensor, plan: DecodePlan) -> Tensor:
+        def run(latent: Tensor, plan: DecodePlan, recorder: PieceRecorder | None) -> Tensor:
             in_flight = PhasesInFlight(timeline, PHASE)
             progress.restart()
+            pace = Pace(self.device, check_cancelled or _no_check, progress.share)
 
             def deliver(chunk: _Chunk, frames: Tensor, ready: torch.cuda.Event | None) -> None:
                 in_flight.end(chunk.phase)
@@ -167,7 +201,7 @@ class VideoVAE(ResidentModule):
             ranges = []
             behind = None
             with in_flight:
-                for chunk in self._chunks(latent, plan, noise, in_flight, check_cancelled, progress.share):
+                for chunk in self._chunks(latent, plan, noise, in_flight, pace, recorder):
                     ranges.append(chunk.value_range())
                     frames = to_frames(chunk.pixels)
                     chunk.pixels = None  # room for the next chunk
@@ -181,7 +215,7 @@ class VideoVAE(ResidentModule):
             return host
 
         with FrameTransfer(host, self.device) as transfer:
-            return self._with_plan(latent, plan, sizes, noise, free_bytes, timeline, run, on_plan)
+            return self._with_plan(latent, plan, sizes, noise, graphs, free_bytes, timeline, run, on_plan)
 
     def decode_raw(
         self,
@@ -190,6 +224,8 @@ class VideoVAE(ResidentModule):
         plan: DecodePlan | None = None,
         sizes: AskedSizes = PLANNED,
         noise: DecodeNoise = COMFYUI_NOISE,
+        cuda_graph: str = "auto",
+        graphs_refused: str = "",
         timeline: Timeline | None = None,
         check_cancelled: Callable[[], None] | None = None,
     ) -> Tensor:
@@ -197,18 +233,20 @@ class VideoVAE(ResidentModule):
         activation dtype, on the device."""
         timeline = timeline or Timeline(None, device=self.device)
 
-        def run(latent: Tensor, plan: DecodePlan) -> Tensor:
+        def run(latent: Tensor, plan: DecodePlan, recorder: PieceRecorder | None) -> Tensor:
+            pace = Pace(self.device, check_cancelled or _no_check, on_share=lambda share: None)
             clips: list[list[Tensor]] = [[] for _ in range(latent.shape[0])]
             ranges = []
             with PhasesInFlight(timeline, PHASE) as in_flight:
-                for chunk in self._chunks(latent, plan, noise, in_flight, check_cancelled):
+                for chunk in self._chunks(latent, plan, noise, in_flight, pace, recorder):
                     ranges.append(chunk.value_range())
                     clips[chunk.item].append(chunk.pixels)
                     in_flight.end(chunk.phase)
             _check_finite(ranges)
             return torch.cat([torch.cat(pieces, dim=2) for pieces in clips])
 
-        return self._with_plan(latent, plan, sizes, noise, None, timeline, run)
+        graphs = _GraphsWanted(cuda_graph, graphs_refused)
+        return self._with_plan(latent, plan, sizes, noise, graphs, None, timeline, run)
 
     def _with_plan(
         self,
@@ -216,9 +254,10 @@ class VideoVAE(ResidentModule):
         plan: DecodePlan | None,
         sizes: AskedSizes,
         noise: DecodeNoise,
+        graphs: _GraphsWanted,
         free_bytes: int | None,
         timeline: Timeline,
-        run: Callable[[Tensor, DecodePlan], Result],
+        run: Callable[[Tensor, DecodePlan, PieceRecorder | None], Result],
         on_plan: Callable[[DecodePlan], None] | None = None,
     ) -> Result:
         """Check the latent, bring the weights, and run a plan; one made here gives way when memory runs out."""
@@ -239,24 +278,62 @@ class VideoVAE(ResidentModule):
                 timeline.note(PHASE, backend)
             if triton_refusal(self.device, self.module.dtype, self._decoding.triton_owner) is None:
                 note_first_use(self._decoding.triton_owner, timeline, PHASE)
+            mode = graphs.mode_on(self.device, timeline)
+            self._make_room(plan, timeline)
             while True:
                 timeline.note(PHASE, plan.reason, chunk_latent_frames=plan.chunk_frames, peak_bytes=plan.peak_bytes)
                 if on_plan is not None:
                     on_plan(plan)
+                recorder = None if mode == "off" else self._recorder(mode, plan, timeline, backend)
                 try:
-                    return run(latent, plan)
+                    result = run(latent, plan, recorder)
                 except RuntimeError as error:
                     if not is_out_of_memory(error):
                         raise
                     failure = error.with_traceback(None)  # whose frames keep the failed run's memory
+                else:
+                    if recorder is not None:
+                        timeline.note(PHASE, recorder.finish())
+                    return result
+                mode, recorder = "off", None
                 if self.device.type == "cuda":
                     torch.cuda.empty_cache()  # cuDNN, cuBLAS and Triton take theirs from the device itself
+                if len(self.graphs):
+                    words = f"out of memory beside recordings of {in_words(self.graphs.device_bytes)}: dropped, once more"
+                    self.graphs.close()
+                    timeline.note(PHASE, f"CUDA graph: {words}")
+                    continue
                 smaller = None
                 if may_shrink:
                     smaller = self._decoding.smaller(latent.shape, plan, item_bytes=self._item_bytes)
                 if smaller is None:
                     raise DeviceMemoryError(self._out_of_memory(plan, failure, may_shrink)) from failure
                 plan = smaller
+
+    def _make_room(self, plan: DecodePlan, timeline: Timeline) -> None:
+        """Drop recordings where an eager run of this plan would have too little memory beside them."""
+        free = self._free_beside_recordings()
+        if len(self.graphs) and free is not None and free < plan.peak_bytes:
+            held = in_words(self.graphs.device_bytes)
+            self.graphs.close()
+            timeline.note(PHASE, f"CUDA graph: recordings of {held} dropped, to make room")
+
+    def _free_beside_recordings(self) -> int | None:
+        free = device_free_bytes(self.device)
+        return None if free is None else free - self.graphs.seemingly_free_bytes
+
+    def _recorder(self, mode: str, plan: DecodePlan, timeline: Timeline, backend: str) -> PieceRecorder:
+        refusal = triton_refusal(self.device, self.module.dtype, self._decoding.triton_owner)
+        return PieceRecorder(
+            self.graphs,
+            mode,
+            plan,
+            generation=self.generation,
+            kernels=f"{backend}; Triton: {refusal}",
+            free_bytes=self._free_beside_recordings,
+            timeline=timeline,
+            phase=_RECORDING_PHASES,
+        )
 
     def _out_of_memory(self, plan: DecodePlan, failure: RuntimeError, planned: bool) -> str:
         free = device_free_bytes(self.device)
@@ -275,18 +352,19 @@ class VideoVAE(ResidentModule):
         plan: DecodePlan,
         noise: DecodeNoise,
         in_flight: PhasesInFlight,
-        check_cancelled: Callable[[], None] | None,
-        on_share: Callable[[float], None] = lambda share: None,
+        pace: Pace,
+        recorder: PieceRecorder | None,
     ) -> Iterator[_Chunk]:
         """Issue chunk after chunk, clip by clip; a chunk's phase is open when it comes out. The host waits for the
-        device only inside a chunk that takes long, see Pace. on_share: share of all work that is done."""
+        device only inside a chunk that takes long, see Pace, and when a piece is recorded."""
         clip_frames = (latent.shape[2] - 1) * TIME_FACTOR + 1
         clips = latent.shape[0]
-        pace = Pace(self.device, check_cancelled or _no_check, on_share)
         index = 0
         for item in range(clips):
             issued = partial(pace.issued, item, clips)
-            pieces = self._decoding.pieces(self.module, latent, item, plan, noise, issued)
+            if recorder is not None:
+                issued = recorder.not_timed(issued)
+            pieces = self._decoding.pieces(self.module, latent, item, plan, noise, issued, recorder)
             frame = 0
             while frame < clip_frames:
                 pace.check_cancelled()
@@ -328,6 +406,25 @@ class VideoVAE(ResidentModule):
 
 def _no_check() -> None:
     return None
+
+
+@dataclass(frozen=True)
+class _GraphsWanted:
+    """mode, refused: see VideoVAE.decode, cuda_graph and graphs_refused. Raises RequestError."""
+
+    mode: str
+    refused: str
+
+    def __post_init__(self) -> None:
+        if self.mode not in CUDA_GRAPH_MODES:
+            raise RequestError(f"cuda_graph={self.mode!r} is not one of {', '.join(CUDA_GRAPH_MODES)}.")
+
+    def mode_on(self, device: torch.device, timeline: Timeline) -> str:
+        """The mode, "off" where there can be no graphs; for "on" a note then says why."""
+        reason = "" if self.mode == "off" else self.refused or unavailable_reason(device)
+        if reason and self.mode == "on":
+            timeline.note(PHASE, f"CUDA graph: eager, {reason}")
+        return "off" if reason else self.mode
 
 
 class _Progress:

@@ -22,6 +22,7 @@ from .diffusion_plan import exact_diffusion_bytes, plan_diffusion_decode, smalle
 from .diffusion_vae import DiffusionVideoVAE
 from .neighbourhood_attention import attention_backend
 from .plan import AskedSizes, DecodePlan, exact_decode_bytes, plan_decode, smaller_decode_plan
+from .recording import PieceRecorder
 from .statistics import PREFIX as STATISTICS
 from .tiling import Span, TileOverlaps, Tiling, blend, latent_spans
 
@@ -71,10 +72,12 @@ class Decoding(Protocol):
         plan: DecodePlan,
         noise: DecodeNoise,
         on_share: Callable[[float], None],
+        recorder: PieceRecorder | None,
     ) -> Iterator[Tensor]:
         """Pixels (1, 3, n, 32H, 32W) of clip `item` of latents (B, C, F, H, W), in the activation dtype, unclamped, in
         order: 8(F-1)+1 frames. No host sync but in on_share, which is called where a piece takes long to make, with the
-        share of the clip's work that is issued; what it raises ends the decode."""
+        share of the clip's work that is issued; what it raises ends the decode. recorder: has pieces run by recordings;
+        None runs all of it eager."""
 
 
 class ConvDecoding:
@@ -138,10 +141,11 @@ class ConvDecoding:
         plan: DecodePlan,
         noise: DecodeNoise,
         on_share: Callable[[float], None],
+        recorder: PieceRecorder | None,
     ) -> Iterator[Tensor]:
         clip = latent[item : item + 1]
         if plan.tiling is None:
-            yield from module.decode(clip, plan.chunk_frames)
+            yield from module.decode(clip, plan.chunk_frames, recorder)
             return
 
         spans = latent_spans(clip.shape[2:], plan.tiling)
@@ -150,7 +154,8 @@ class ConvDecoding:
 
         def decode_tile(time: Span, row: Span, column: Span) -> Iterator[Tensor]:
             nonlocal issued
-            yield from module.decode(clip[:, :, time.cells, row.cells, column.cells], plan.chunk_frames)
+            tile = clip[:, :, time.cells, row.cells, column.cells]
+            yield from module.decode(tile, plan.chunk_frames, recorder)
             issued += 1
             on_share(issued / count)
 
@@ -209,6 +214,7 @@ class DiffusionDecoding:
         plan: DecodePlan,
         noise: DecodeNoise,
         on_share: Callable[[float], None],
+        recorder: PieceRecorder | None,
     ) -> Iterator[Tensor]:
         grid = DecodeGrid.of(self.config, latent.shape[2:])
         if self.config.num_steps > 1:
@@ -221,6 +227,7 @@ class DiffusionDecoding:
             tiling=plan.tiling,
             head_groups=plan.head_groups,
             on_share=on_share,
+            recorder=recorder,
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from ..config import DiffusionVAEConfig
@@ -67,7 +67,7 @@ def plan_diffusion_decode(
     reason += clip.overlap_words(asked) if plan.tiling else ""
     if not fits:
         reason += "; nothing is smaller, so this may run out of memory: use a smaller picture"
-    return DecodePlan(plan.chunk_frames, plan.peak_bytes, reason, plan.tiling, plan.head_groups)
+    return replace(plan, reason=reason)
 
 
 def exact_diffusion_bytes(
@@ -88,7 +88,7 @@ def smaller_diffusion_plan(
     for plan in _candidates(clip, PLANNED):
         if plan.peak_bytes < failed.peak_bytes * (_SMALLER if plan.tiling else 1):
             reason = f"{clip.words(plan)}; out of memory before with: {failed.reason}"
-            return DecodePlan(plan.chunk_frames, plan.peak_bytes, reason, plan.tiling, plan.head_groups)
+            return replace(plan, reason=reason)
     return None
 
 
@@ -110,7 +110,8 @@ class _Clip:
 
     def plan(self, tiling: Tiling | None, head_groups: int) -> DecodePlan:
         peak_bytes = int(_MARGIN * max(self._trunk_bytes(), self._render_bytes(tiling, head_groups)))
-        return DecodePlan(self.latent_frames, peak_bytes, "", tiling, head_groups)
+        recording_bytes = int(_MARGIN * self._recording_bytes(tiling, head_groups))
+        return DecodePlan(self.latent_frames, peak_bytes, "", tiling, head_groups, recording_bytes)
 
     def _trunk_bytes(self) -> int:
         """The largest of the first three stages and of the steps between them."""
@@ -129,28 +130,51 @@ class _Clip:
         chunk = rows * channels * (2 + 3 / head_groups + 2 * MLP_GROWTH)
         return int((tokens * channels * (2 + 2 / head_groups) + chunk) * self.item_bytes)
 
-    def _render_bytes(self, tiling: Tiling | None, head_groups: int) -> int:
-        """Stages 4 and 5 of the largest tile, and what lies beside them."""
-        grid, config = self.grid, self.config
+    def _largest_tile(self, tiling: Tiling | None) -> tuple[int, int, int]:
+        """(tokens of stage 4, frames, pixels) of the largest tile."""
+        grid = self.grid
         cells, (frames, height, width) = grid.largest_tile(tiling or Tiling((0, 0, 0), (0, 0, 0)))
         frames = frames if tiling else grid.frames
-        pixels = frames * height * width
-        fourth = (cells[0] + grid.ghost_cells) * cells[1] * cells[2]  # the last tile in time has them
+        # The last tile in time has the ghost cells.
+        return (cells[0] + grid.ghost_cells) * cells[1] * cells[2], frames, frames * height * width
+
+    def _tile_bytes(self, tiling: Tiling | None, head_groups: int) -> int:
+        """Stages 4 and 5 of the largest tile."""
+        config = self.config
+        fourth, _, pixels = self._largest_tile(tiling)
         fifth = pixels // config.patch_size**2
         context = fourth * config.stage_channels[-2] * self.item_bytes
         stream = fifth * config.stage_channels[-1] * self.item_bytes
         stage_5 = context + self._stage_bytes(fifth, len(config.stage_channels) - 1, head_groups)
         stage_5 += min(HIDDEN_BYTES, stream)  # the context of a few cells, before it is added
+        return max(self._stage_bytes(fourth, len(config.stage_channels) - 2, 1), stage_5)
+
+    def _recording_bytes(self, tiling: Tiling | None, head_groups: int) -> int:
+        """Of the clip or the largest tile: what is alive inside, and beside it noise, result and its copy; of a tile
+        also its part of the context, which is copied to be changed."""
+        fourth, _, pixels = self._largest_tile(tiling)
+        inside = self._tile_bytes(tiling, head_groups)
+        if tiling is None:
+            inside = max(inside, self._trunk_bytes())
+        else:
+            inside += fourth * self.config.stage_channels[-2] * self.item_bytes
+        return inside + 3 * pixels * PIXEL_CHANNELS * self.item_bytes
+
+    def _render_bytes(self, tiling: Tiling | None, head_groups: int) -> int:
+        """Stages 4 and 5 of the largest tile, and what lies beside them."""
+        grid, config = self.grid, self.config
+        _, frames, pixels = self._largest_tile(tiling)
         canvas = grid.frames * grid.height * grid.width * PIXEL_CHANNELS * self.item_bytes
         # A frame of the result leaves in the weights' dtype and as float32; some more of it wait for the host.
         beside = canvas + pixels * PIXEL_CHANNELS * self.item_bytes * (config.num_steps > 1)
         if tiling is not None:
             whole = (grid.cells[0] + grid.ghost_cells) * grid.cells[1] * grid.cells[2]
             beside += whole * config.stage_channels[-2] * self.item_bytes
+            beside += pixels * PIXEL_CHANNELS * self.item_bytes  # its part of the canvas
             beside += 2 * frames_bytes(frames, grid.height, grid.width)
         else:
             beside += 2 * frames_bytes(min(frames, 2 * PIECE_FRAMES), grid.height, grid.width)
-        return beside + max(self._stage_bytes(fourth, len(config.stage_channels) - 2, 1), stage_5)
+        return beside + self._tile_bytes(tiling, head_groups)
 
     def words(self, plan: DecodePlan, *, brief: bool = False) -> str:
         grid = self.grid

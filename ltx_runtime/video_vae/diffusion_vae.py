@@ -9,8 +9,10 @@ Source: video_vae.md section 6.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +37,9 @@ from .diffusion_layers import (
 from .pointwise import EPS
 from .statistics import PerChannelStatistics
 from .tiling import Span, Tiling, blend
+
+if TYPE_CHECKING:
+    from .recording import PieceRecorder
 
 OnWork = Callable[[float], None]
 
@@ -101,6 +106,8 @@ class DiffusionDecoder(nn.Module):
         self.shared_adaln = SharedAdaLN(config.time_width, widths[-1])
         # In the file; only the decode of keyframes beside a clip adds it (section 6.8).
         self.type_emb = nn.Parameter(torch.empty(config.latent_channels))
+        # From noise to the pixels; as floats, since a CUDA graph can't read them from a tensor.
+        self.times = [*torch.linspace(1, 1 / config.num_steps, config.num_steps, device="cpu").tolist(), 0.0]
         self._folded: dict[tuple[float, int], tuple[BlockWeights, ...]] = {}
 
     @property
@@ -154,10 +161,8 @@ class DiffusionDecoder(nn.Module):
         patch = self.config.patch_size
         grid = (noise.shape[2], noise.shape[3] // patch, noise.shape[4] // patch)
         work = Workspace(grid, self.config.stage_channels[-1], self.config.head_dim, head_groups, features)
-        steps = self.config.num_steps
-        times = [*torch.linspace(1, 1 / steps, steps).tolist(), 0.0]
         x_t = noise
-        for time, following in pairwise(times):
+        for time, following in pairwise(self.times):
             x = self.embed_noise(x_t)
             self.run_diffusion_blocks(
                 x, features, time, starts=starts, head_groups=head_groups, work=work, on_work=on_work
@@ -232,31 +237,40 @@ class DiffusionVideoVAE(nn.Module):
         tiling: Tiling | None = None,
         head_groups: int = 1,
         on_share: Callable[[float], None] = lambda share: None,
+        recorder: PieceRecorder | None = None,
     ) -> Iterator[Tensor]:
         """Normalised latents (1, C, F, H, W) on the weights' device to pixels (1, 3, n, 32H, 32W), unclamped, in the
         weights' dtype: 8(F-1)+1 frames, piece after piece.
 
         tiling: in cells of stage 4, None = the clip as a whole. head_groups: see Workspace. on_share: called whenever
-        more work is issued, with the share of all of it; what it raises ends the decode.
+        more work is issued, with the share of all of it; what it raises ends the decode. recorder: has the clip, or
+        each of its tiles, run by a recording where there is one; None runs all of it eager.
         """
         decoder, grid = self.decoder, DecodeGrid.of(self.decoder.config, latent.shape[2:])
         spans = grid.spans(tiling or Tiling((0, 0, 0), (0, 0, 0)))
-        on_work = _in_shares(_clip_work(decoder.config, grid, spans), on_share)
+        trunk_work = _trunk_work(decoder.config, grid)
+        on_work = _in_shares(
+            trunk_work + sum(_tile_work(decoder.config, grid, *tile) for tile in product(*spans)), on_share
+        )
+        for time in decoder.times[:-1]:
+            decoder.block_weights(time, head_groups)
         x = self.per_channel_statistics.denormalize(F.pad(latent.float(), grid.padding, mode="replicate"))
-        features = decoder.trunk(x.to(self.dtype).movedim(1, -1).contiguous(), on_work)
+        x = x.to(self.dtype).movedim(1, -1).contiguous()
         if tiling is None:
             whole = noise.part(slice(0, grid.frames), slice(0, grid.height), slice(0, grid.width))
-            pieces = decoder.render(features, whole, starts=True, head_groups=head_groups, on_work=on_work)
+            work = trunk_work + _tile_work(decoder.config, grid, *(axis[0] for axis in spans))
+            pieces = _run(decoder, _Clip(x, whole, head_groups), work, on_work, recorder)
         else:
+            features = decoder.trunk(x, on_work)
 
             def decode_tile(time: Span, row: Span, column: Span) -> Iterator[Tensor]:
                 cells = slice(time.start, time.stop + grid.ghosts_of(time))
                 # Cloned: stage 4 works in place, and neighbours take the same cells again.
                 part = features[:, cells, row.cells, column.cells].clone(memory_format=torch.contiguous_format)
-                drawn = noise.part(time.positions, row.positions, column.positions)
-                return decoder.render(
-                    part, drawn, starts=time.start == 0, head_groups=head_groups, on_work=on_work
-                )
+                # Laid out alike whatever canvas it was cut out of.
+                drawn = noise.part(time.positions, row.positions, column.positions).contiguous()
+                work = _tile_work(decoder.config, grid, time, row, column)
+                return _run(decoder, _Tile(part, drawn, time.start == 0, head_groups), work, on_work, recorder)
 
             pieces = blend(*spans, decode_tile, latent.device)
         frame = 0
@@ -270,6 +284,62 @@ class DiffusionVideoVAE(nn.Module):
         yield from filter(lambda pixels: pixels.shape[2], map(content, pieces))
 
 
+@dataclass(frozen=True)
+class _Clip:
+    """A clip as a whole. latent: for DiffusionDecoder.trunk; noise: for render."""
+
+    latent: Tensor
+    noise: Tensor
+    head_groups: int
+
+    def pixels(self, decoder: DiffusionDecoder, on_work: OnWork) -> Iterator[Tensor]:
+        features = decoder.trunk(self.latent, on_work)
+        yield from decoder.render(
+            features, self.noise, starts=True, head_groups=self.head_groups, on_work=on_work
+        )
+
+    def untouched(self) -> _Clip:
+        """With copies of what `pixels` writes into."""
+        return self
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A part of one, see DiffusionDecoder.render."""
+
+    features: Tensor
+    noise: Tensor
+    starts: bool
+    head_groups: int
+
+    def pixels(self, decoder: DiffusionDecoder, on_work: OnWork) -> Iterator[Tensor]:
+        return decoder.render(
+            self.features, self.noise, starts=self.starts, head_groups=self.head_groups, on_work=on_work
+        )
+
+    def untouched(self) -> _Tile:
+        """See _Clip."""
+        return replace(self, features=self.features.clone())
+
+
+def _run(
+    decoder: DiffusionDecoder, piece: _Clip | _Tile, work: float, on_work: OnWork, recorder: PieceRecorder | None
+) -> Iterator[Tensor]:
+    """The pixels of a piece. work: multiply-adds of all of it; a recording tells of them at once, when it is issued."""
+
+    def record(_: None, given: _Clip | _Tile) -> tuple[Tensor, ...]:
+        return tuple(given.untouched().pixels(decoder, lambda work: None))
+
+    pixels = None if recorder is None else recorder.recorded(piece, record)
+    if pixels is not None:
+        on_work(work)
+        # Copies: these are the recording's own.
+        yield from map(torch.clone, pixels)
+        return
+    eager = piece.pixels(decoder, on_work)
+    yield from eager if recorder is None else recorder.eager(eager)
+
+
 def _in_shares(total: float, on_share: Callable[[float], None]) -> OnWork:
     done = 0.0
 
@@ -281,18 +351,21 @@ def _in_shares(total: float, on_share: Callable[[float], None]) -> OnWork:
     return on_work
 
 
-def _clip_work(config: DiffusionVAEConfig, grid: DecodeGrid, spans: Sequence[Sequence[Span]]) -> float:
-    """Multiply-adds of all blocks of a decode in these tiles."""
-    depths, last = config.stage_depths, len(config.stage_channels) - 1
+def _trunk_work(config: DiffusionVAEConfig, grid: DecodeGrid) -> float:
+    """Multiply-adds of the blocks of stages 1 to 3."""
+    return sum(_stage_work(config, stage, math.prod(sizes)) for stage, sizes in enumerate(grid.stages))
 
-    def blocks(stage: int, tokens: int) -> float:
-        channels, kernel = config.stage_channels[stage], config.stage_kernels[stage]
-        return depths[stage] * (attention_work(tokens, channels, kernel) + feed_forward_work(tokens, channels))
 
-    work = sum(blocks(stage, math.prod(sizes)) for stage, sizes in enumerate(grid.stages))
-    for time, row, column in product(*spans):
-        cells = (row.stop - row.start) * (column.stop - column.start)
-        work += blocks(last - 1, (time.stop - time.start + grid.ghosts_of(time)) * cells)
-        pixels = math.prod(span.last - span.first for span in (time, row, column))
-        work += config.num_steps * blocks(last, pixels // config.patch_size**2)
-    return work
+def _tile_work(config: DiffusionVAEConfig, grid: DecodeGrid, time: Span, row: Span, column: Span) -> float:
+    """Of the other blocks, for a tile."""
+    last = len(config.stage_channels) - 1
+    cells = (row.stop - row.start) * (column.stop - column.start)
+    pixels = math.prod(span.last - span.first for span in (time, row, column))
+    return _stage_work(
+        config, last - 1, (time.stop - time.start + grid.ghosts_of(time)) * cells
+    ) + config.num_steps * _stage_work(config, last, pixels // config.patch_size**2)
+
+
+def _stage_work(config: DiffusionVAEConfig, stage: int, tokens: int) -> float:
+    channels, kernel = config.stage_channels[stage], config.stage_kernels[stage]
+    return config.stage_depths[stage] * (attention_work(tokens, channels, kernel) + feed_forward_work(tokens, channels))

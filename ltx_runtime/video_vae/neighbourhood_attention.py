@@ -36,8 +36,7 @@ def neighbourhood_attention(
     and a head's values side by side (a contiguous tensor, or some heads of one). kernel_size: window along T, H, W,
     none larger than its axis.
     out: where to write, of q's shape and dtype and laid out under the same rule; q itself will do. A new tensor without
-    it. Triton refuses tensors made inside a capture under cudaMallocAsync: inside one, give q, k, v and out that were
-    made before it.
+    it.
     No host sync, no gradient. Raises ShapeError.
     """
     _check(q, k, v, kernel_size)

@@ -5,7 +5,7 @@ Source: video_vae.md section 5 (sizes, limits). The diffusion decoder's plans ar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..config import ConvVAEConfig, VideoEncoderConfig
 from ..memory import in_words
@@ -21,6 +21,8 @@ MAX_ELEMENTS = 2**31 - 1
 # frames: 6 % slower, 4: 2 to 3 %). A larger one takes more memory, and its frames start later on their way to the host.
 FULL_CHUNK_CELLS = 3072
 FULL_CHUNK_FRAMES = 4
+# The conv decoder looks 13.5 latent frames ahead, and gives as many more than it gets at the end of a clip.
+_LOOKS_AHEAD = 14
 # On top of the tensors counted below: small buffers, the allocator's rounding, pieces waiting between layers.
 _MARGIN = 1.1
 # Tiles are not equal to the whole picture, the less so the smaller they are.
@@ -34,7 +36,9 @@ class DecodePlan:
     """One plan gives the same bits every time; two without tiles agree up to rounding, tiles change the picture.
 
     chunk_frames: latent frames a chunk; at least those of the clip means that the clip runs whole.
-    peak_bytes: estimated device memory beyond the weights.
+    peak_bytes: estimated device memory beyond the weights, of an eager decode.
+    recording_bytes: what the recording of a piece of it (recording.py) would hold beside that, and keep. Plans are made
+        without it, so that they are the same with and without recordings, and so is the picture.
     reason: what is done and why, in words, for the log and the report.
     tiling: overlapping tiles, in latent cells (conv decoder) or cells of stage 4 (diffusion decoder); None = no tiles.
     head_groups: of the diffusion decoder, see diffusion_layers.Workspace.
@@ -45,6 +49,7 @@ class DecodePlan:
     reason: str
     tiling: Tiling | None = None
     head_groups: int = 1
+    recording_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,8 +113,8 @@ def plan_decode(
         return _choose_chunk(need(tile), chunked, _in_pixels(width, height), free_bytes, temporal_size)
 
     tile, chunk, reason = _largest_that_fits(choose, height, width, asked.tile_size)
-    peak_bytes = need(tile)(chunk).peak_bytes
-    return _decode_plan((height, width), tile, asked.overlap // SPACE_FACTOR, time, chunk, peak_bytes, reason)
+    overlap = asked.overlap // SPACE_FACTOR
+    return _decode_plan((height, width), tile, overlap, time, chunk, need(tile)(chunk), reason)
 
 
 def exact_decode_bytes(
@@ -140,12 +145,13 @@ def _decode_plan(
     overlap: int,
     time: tuple[int, int] | None,
     chunk: int,
-    peak_bytes: int,
+    footprint: _Footprint,
     reason: str,
 ) -> DecodePlan:
     """tile, overlap: latent cells, 0 = none and planned. time: see _time_tiles."""
+    sizes = {"peak_bytes": footprint.peak_bytes, "recording_bytes": footprint.recording_bytes}
     if not tile and time is None:
-        return DecodePlan(chunk, peak_bytes, reason)
+        return DecodePlan(chunk, reason=reason, **sizes)
     overlap = min(overlap or max(_SMALLEST_OVERLAP, tile // 4), tile - 1) if tile else 0
     words = []
     if time is not None:
@@ -156,7 +162,7 @@ def _decode_plan(
         (time[0] if time else 0, *(tile if tile < size else 0 for size in cells)),
         (time[1] if time else 0, overlap, overlap),
     )
-    return DecodePlan(chunk, peak_bytes, f"tiles of {' and of '.join(words)}, each as {reason}", tiling)
+    return DecodePlan(chunk, reason=f"tiles of {' and of '.join(words)}, each as {reason}", tiling=tiling, **sizes)
 
 
 def _largest_that_fits(
@@ -233,7 +239,7 @@ def smaller_decode_plan(
             break
     reason = _after_failure(chunk, footprint, failed.reason)
     overlap = min(shared[1], tile // 2)
-    return _decode_plan((height, width), tile, overlap, time, chunk, footprint.peak_bytes, reason)
+    return _decode_plan((height, width), tile, overlap, time, chunk, footprint, reason)
 
 
 def smaller_encode_plan(
@@ -317,14 +323,15 @@ def _after_failure(chunk: int, footprint: _Footprint, failed: str) -> str:
 @dataclass(frozen=True)
 class _Footprint:
     """Of one chunk. cells: latent cells. elements: of the largest tensor. peak_bytes: device memory beyond the
-    weights."""
+    weights. recording_bytes: see DecodePlan."""
 
     cells: int
     elements: int
     peak_bytes: int
+    recording_bytes: int = 0
 
     def plus(self, num_bytes: int) -> _Footprint:
-        return _Footprint(self.cells, self.elements, self.peak_bytes + num_bytes)
+        return replace(self, peak_bytes=self.peak_bytes + num_bytes)
 
 
 def _blend_bytes(frames: int, height: int, width: int) -> int:
@@ -382,12 +389,17 @@ def _decoder_footprint(
     # Beside conv_out the layer's input or, later, the pixels.
     tally.conv(specs[-1].out_channels, out_channels, frames, cells, beside=specs[-1].out_channels * frames * cells)
 
+    # What is alive inside, the result, and the buffer into which that is copied.
+    out_frames = _frames(rate, min(chunk + _LOOKS_AHEAD, clip_frames), clip_frames)
+    recorded = tally.alive + 2 * out_channels * out_frames * cells
     float32_frames = 4 * pixels
     peak_bytes = max(tally.alive * item_bytes, pixels * item_bytes + float32_frames)
     if chunk < clip_frames:
         # The chunk before is still on its way to the host.
         peak_bytes += (tally.remembered + pixels) * item_bytes + float32_frames
-    return _Footprint(chunk * height * width, tally.largest, int(peak_bytes * _MARGIN))
+        recorded += 3 * tally.remembered  # as it comes in, is made anew, and goes out
+    recording_bytes = int(recorded * item_bytes * _MARGIN)
+    return _Footprint(chunk * height * width, tally.largest, int(peak_bytes * _MARGIN), recording_bytes)
 
 
 def _encoder_footprint(

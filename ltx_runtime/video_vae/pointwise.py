@@ -1,7 +1,6 @@
 """What stands between the matrix products of the diffusion decoder: fused on a GPU that Triton knows, else plain torch.
 
-All write where they are told to: inside a capture Triton takes no tensor that was made there
-(neighbourhood_attention.py).
+All write where they are told to, so that a stage makes its buffers once.
 Source: video_vae.md sections 6.2-6.4.
 """
 from __future__ import annotations
