@@ -111,7 +111,7 @@ class Case:
         return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self.vae.device)
 
     def to_host(self) -> torch.Tensor:
-        return self.vae.decode(self.latent(), plan=self.plan)
+        return self.vae.decode(self.latent(), plan=self.plan, cuda_graph="off")
 
 
 def cases_of(vae: VideoVAE, decoder: str, name: str, size, chunks: list[int], tiles: AskedSizes) -> list[Case]:
@@ -136,11 +136,11 @@ def measure_video(cases: list[Case], repeats: int) -> list[dict]:
         latent, plan, vae = case.latent(), case.plan, case.vae
         if wholes_of != (case.decoder, case.name):
             whole, wholes_of = None, (case.decoder, case.name)
-        frames = vae.decode(latent, plan=plan)  # cold kernels, cold pinned memory
+        frames = vae.decode(latent, plan=plan, cuda_graph="off")  # cold kernels, cold pinned memory
         if case.how == "whole":
             whole = frames
-        to_host = [timed(vae, vae.decode, latent, plan=plan) for _ in range(repeats)]
-        raw = [timed(vae, vae.decode_raw, latent, plan=plan) for _ in range(repeats)]
+        to_host = [timed(vae, vae.decode, latent, plan=plan, cuda_graph="off") for _ in range(repeats)]
+        raw = [timed(vae, vae.decode_raw, latent, plan=plan, cuda_graph="off") for _ in range(repeats)]
         largest, mean, differing = differences(frames, whole, vae.device)
         seams = None
         if plan.tiling is not None and whole is not None:

@@ -299,9 +299,10 @@ class VideoVAE(ResidentModule):
                 if self.device.type == "cuda":
                     torch.cuda.empty_cache()  # cuDNN, cuBLAS and Triton take theirs from the device itself
                 if len(self.graphs):
-                    words = f"out of memory beside recordings of {in_words(self.graphs.device_bytes)}: dropped, once more"
+                    # The same plan again: it may have had room without them.
+                    held = in_words(self.graphs.device_bytes)
                     self.graphs.close()
-                    timeline.note(PHASE, f"CUDA graph: {words}")
+                    timeline.note(PHASE, f"CUDA graph: out of memory beside recordings of {held}: dropped, once more")
                     continue
                 smaller = None
                 if may_shrink:

@@ -57,7 +57,8 @@ class PieceRecorder:
     gives None, run it eager in `eager`. `finish` after the last one.
 
     graphs: of the VAE. mode: "auto" or "on". generation: of the weights. kernels: what runs the decoder, in words.
-    free_bytes(): device memory that is really free, None where nobody tells. phase: starts the names of the phases in which recordings are made.
+    free_bytes(): device memory that is really free, None where nobody tells. phase: how the names of the phases begin
+    in which recordings are made.
     """
 
     def __init__(
@@ -200,8 +201,8 @@ class PieceRecorder:
                 return ""
             if not self._graphs.evict_oldest(self._used):
                 return (
-                    f"not recorded: a recording takes about {in_words(another)} beside the {in_words(wanted - another)} "
-                    f"of the decode, and {in_words(free)} are free"
+                    f"not recorded: a recording takes about {in_words(another)} beside the "
+                    f"{in_words(wanted - another)} of the decode, and {in_words(free)} are free"
                 )
 
     def _record(self, key: GraphKey, inputs: Any, piece: Callable[[None, Any], Outputs]) -> Outputs | None:

@@ -90,3 +90,34 @@ def test_a_capture_replays_the_eager_bits(device):
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, expected)
+
+
+def test_a_capture_makes_its_own_tensors(device):
+    """As inside a recorded decode: queries, keys, values and result all come from the capture."""
+    given = random_qkv((13, 14, 21), 2, 64, torch.bfloat16, device)
+    expected = neighbourhood_attention(*given, (5, 5, 5)).clone()
+    out = torch.zeros_like(expected)
+
+    def attend():
+        q, k, v = (x.clone() for x in given)
+        out.copy_(neighbourhood_attention(q, k, v, (5, 5, 5)))
+
+    stream = torch.cuda.Stream(device)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        attend()
+        stream.synchronize()
+        graph.capture_begin(capture_error_mode="thread_local")
+        attend()
+        graph.capture_end()
+    for x in given:
+        x.copy_(x.flip(1))
+    flipped = neighbourhood_attention(*given, (5, 5, 5))
+    assert not torch.equal(flipped, expected)
+    out.zero_()
+    torch.cuda.synchronize()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, flipped)
+    assert triton_use.triton_refusal(device, torch.bfloat16, module.TRITON_OWNER) is None
