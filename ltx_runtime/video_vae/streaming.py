@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .conv_pointwise import Frames, completed
+from .conv_pointwise import Frames, completed, memory_format
 
 if TYPE_CHECKING:
     from .recording import PieceRecorder
@@ -54,7 +54,8 @@ class ClipMemory:
     def keep(self, layer: nn.Module, frames: Tensor) -> None:
         """Copy frames (B, C, n, H, W) for layer's next chunk, and leave what it kept before as it is. A view instead
         would keep the whole chunk alive."""
-        self._frames[layer] = frames.clone()
+        # A format of its own: the strides of what they are cut out of depend on the chunk's length.
+        self._frames[layer] = frames.clone(memory_format=memory_format(frames.device, frames.dtype))
 
     def is_first_time(self, layer: nn.Module) -> bool:
         """True once a clip and layer."""
