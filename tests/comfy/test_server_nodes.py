@@ -42,7 +42,8 @@ NODES = {
         "sampler_name", "sampler", "on_capture_failure", "noise_convention", "compatibility", "report",
     },
     "LTXGraphVideoDecode": {
-        "video_vae", "samples", "temporal_size", "temporal_overlap", "tile_size", "overlap", "decoder_seed", "cuda_graph", "report",
+        "video_vae", "samples", "temporal_size", "temporal_overlap", "tile_size", "overlap", "decoder_seed",
+        "cuda_graph", "report",
     },
     "LTXGraphTimingParity": {
         "frames_a", "frames_b", "audio_a", "audio_b", "report_a", "report_b", "tolerance", "on_difference",
