@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..ltx_runtime.errors import RequestError
 from ..ltx_runtime.shapes import TIME_FACTOR
+from ..ltx_runtime.step_runner import CUDA_GRAPH_MODES
 from ..ltx_runtime.video_vae import AskedSizes, DecodeNoise, DecodePlan, TileOverlaps
 from ..ltx_runtime.video_vae.decode import PHASE
 from . import host, live
@@ -60,7 +61,7 @@ class LTXGraphVideoDecode(io.ComfyNode):
                 # Last, since saved workflows give values by their position.
                 io.Combo.Input(
                     "cuda_graph",
-                    options=["auto", "on", "off"],
+                    options=list(CUDA_GRAPH_MODES),
                     default="auto",
                     optional=True,
                     advanced=True,
