@@ -73,7 +73,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Tensor | float | None, **o
 
     Triton asks the driver about the address of every tensor it is given, and under cudaMallocAsync the driver knows
     none that was allocated inside a capture ("cannot be accessed from Triton"). An address that comes as a number is
-    not asked about. And what it compiled for arguments of one kind is found again here, in half the time that Triton
+    not asked about. And what it compiled for arguments of one kind is found again here, in less time than Triton
     takes, which matters where the host is what a step waits for.
     A torch function mode sees the call, as it sees PyTorch's own: launches are counted that way (gpu_time.py).
     """
