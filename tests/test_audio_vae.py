@@ -17,10 +17,9 @@ import scipy.signal
 import torch
 import torch.nn.functional as F
 from cancelling import Cancelled, cancel_at
-from model_files import rewritten
+from model_files import published_file, rewritten, structure
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_manifests import published_file, structure
 
 from ltx_runtime.audio_vae import AudioVAE, AudioVAEConfig, AudioVAENetwork, audio_vae, load_audio_vae
 from ltx_runtime.audio_vae.filters import Downsampling, Upsampling, hann_sinc

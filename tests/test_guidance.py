@@ -7,17 +7,15 @@ import dataclasses
 
 import pytest
 import torch
-from tiny_sampling import LAYERS, naive_loop, random, text, tiny_model, tiny_request
+from tiny_sampling import LAYERS, key, naive_loop, prepared, random, sampled, text, tiny_model, tiny_request
 
 from ltx_runtime import sampler
-from ltx_runtime.cuda_graph import GraphKey
 from ltx_runtime.errors import RequestError
 from ltx_runtime.guidance import PRESETS, Guidance, GuidanceSpec, resolve_guidance
 from ltx_runtime.memory import sampling_bytes
 from ltx_runtime.patchify import patchify_audio, patchify_video
 from ltx_runtime.steps import denoise_step
 from ltx_runtime.tensor_tree import map_tensors
-from ltx_runtime.timing import Timeline
 from ltx_runtime.transformer import LTXTransformer
 
 TOLERANCE = 2e-5
@@ -40,19 +38,6 @@ SPECS = {
     "both skip apart": (GuidanceSpec(3.0, skip_step=1, **STG), GuidanceSpec(2.0, rescale=0.5, skip_step=2)),
     "skips without guidance": (GuidanceSpec(), GuidanceSpec(skip_step=1)),
 }
-
-
-def sampled(request, **options):
-    return sampler.sample(tiny_model(), request, cuda_graph="off", **options)
-
-
-def prepared(request):
-    with torch.inference_mode():
-        return sampler.prepare(tiny_model(), request, Timeline(None))
-
-
-def key(steps, index):
-    return GraphKey.of((steps.constants[index], steps.inputs(index, steps.start, steps.start)), weight_generation=0)
 
 
 def calls_of(request):

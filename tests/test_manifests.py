@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import struct
-from pathlib import Path
-
 import pytest
-import torch
+from model_files import manifest, published_file, structure
 
 from ltx_runtime.checkpoint import planned_bytes, read_header
 from ltx_runtime.config import ConvVAEConfig, DiffusionVAEConfig, TransformerConfig
@@ -19,39 +13,7 @@ from ltx_runtime.transformer import LTXTransformer
 from ltx_runtime.upsampler import LatentUpsampler, UpsamplerNetwork
 from ltx_runtime.video_vae import ConvVideoEncoder, ConvVideoVAE, DiffusionVideoVAE, VideoEncoder, VideoVAE
 
-TESTS = Path(__file__).parent
-ITEM_BYTES = {"BF16": 2, "F32": 4}
 PREFIX = "model.diffusion_model."
-
-
-def manifest(name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    entries = json.loads((TESTS / "manifests" / f"{name}.json").read_text())
-    return {tensor: (dtype, tuple(shape)) for tensor, (dtype, shape) in entries.items()}
-
-
-def config_json(name: str) -> dict:
-    config = json.loads((TESTS / "configs" / f"{name}.json").read_text())
-    return config.get("metadata", {}).get("config", config)
-
-
-def published_file(path: Path, name: str) -> Path:
-    """A file with the published header and no data on the disk: holes instead."""
-    header: dict = {"__metadata__": {"config": json.dumps(config_json(name)), "model_version": "2.5.0"}}
-    end = 0
-    for tensor, (dtype, shape) in manifest(name).items():
-        start, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
-        header[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text)
-    os.truncate(path, 8 + len(text) + end)
-    return path
-
-
-def structure(module: torch.nn.Module, prefix: str = "") -> dict[str, tuple[str, tuple[int, ...]]]:
-    names = {torch.bfloat16: "BF16", torch.float32: "F32"}
-    return {
-        prefix + name: (names[tensor.dtype], tuple(tensor.shape)) for name, tensor in module.state_dict().items()
-    }
 
 
 def test_the_published_transformer_is_accepted_without_reading_it(tmp_path):

@@ -6,8 +6,19 @@ import dataclasses
 
 import pytest
 import torch
-from test_guidance import key, prepared, sampled
-from tiny_sampling import FPS, SIGMAS, audio_shape, naive_loop, random, tiny_model, tiny_request, video_shape
+from tiny_sampling import (
+    FPS,
+    SIGMAS,
+    audio_shape,
+    key,
+    naive_loop,
+    prepared,
+    random,
+    sampled,
+    tiny_model,
+    tiny_request,
+    video_shape,
+)
 
 from ltx_runtime import sampler
 from ltx_runtime.comfyui_conditioning import (

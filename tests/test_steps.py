@@ -7,8 +7,7 @@ import math
 
 import pytest
 import torch
-from test_guidance import prepared, sampled
-from tiny_sampling import random, tiny_request
+from tiny_sampling import prepared, random, sampled, tiny_request
 
 from ltx_runtime.errors import NonFiniteError, RequestError
 from ltx_runtime.schedules import RES_2S_LAST_SIGMA, dev_sigmas, resolve_sampler, resolve_schedule, sampler_steps

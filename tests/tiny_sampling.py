@@ -9,11 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ltx_runtime import sampler
 from ltx_runtime.conditioning import audio_state, text_to_video_state
+from ltx_runtime.cuda_graph import GraphKey
 from ltx_runtime.guidance import Guidance, GuidanceSpec
 from ltx_runtime.runtime import TransformerModel, load_transformer
-from ltx_runtime.sampler import SampleRequest, TextFeatures
+from ltx_runtime.sampler import SampleRequest, SampleResult, TextFeatures
 from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape
+from ltx_runtime.timing import Timeline
 
 FPS = 24.0
 LAYERS = 3
@@ -57,6 +60,21 @@ def tiny_request(**changes) -> SampleRequest:
         "noise_convention": "reference",
     }
     return SampleRequest(**settings | changes)
+
+
+def sampled(request: SampleRequest, **options) -> SampleResult:
+    """An eager render."""
+    return sampler.sample(tiny_model(), request, cuda_graph="off", **options)
+
+
+def prepared(request: SampleRequest) -> sampler.Prepared:
+    with torch.inference_mode():
+        return sampler.prepare(tiny_model(), request, Timeline(None))
+
+
+def key(steps: sampler.Prepared, index: int) -> GraphKey:
+    """That of the recording which step `index` would ask for."""
+    return GraphKey.of((steps.constants[index], steps.inputs(index, steps.start, steps.start)), weight_generation=0)
 
 
 def naive_loop(

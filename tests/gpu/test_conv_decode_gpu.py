@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from test_manifests import published_file
+from model_files import published_file
 
 from ltx_runtime import triton_use
 from ltx_runtime.checkpoint import read_header

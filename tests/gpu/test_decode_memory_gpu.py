@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from cancelling import Cancelled
-from test_manifests import published_file
+from model_files import published_file
 
 from ltx_runtime.checkpoint import read_header
 from ltx_runtime.memory import DeviceMemoryError

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_manifests import published_file
+from model_files import published_file
 
 from ltx_runtime.checkpoint import read_header
 from ltx_runtime.errors import NonFiniteError
