@@ -34,6 +34,9 @@ from .tensor_tree import map_tensors, named_tensors, static_values
 # Called with a phase name of the log, gives the context manager to run that part in.
 Phase = Callable[[str], contextlib.AbstractContextManager]
 
+# How notes about the graphs of a decode begin.
+GRAPH_NOTE = "CUDA graph: "
+
 # A process whose allocator was left invalid under cudaMallocAsync can't capture again, whoever asks: this is a fact
 # about the process, hence module level.
 _no_more_captures: str | None = None

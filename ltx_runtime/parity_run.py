@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .audio_vae import AudioVAE
-from .cuda_graph import unavailable_reason
+from .cuda_graph import GRAPH_NOTE, unavailable_reason
 from .errors import CaptureError, RequestError, RestartRequiredError
 from .gpu_activity import measure_gpu_busy
 from .loop_activity import LoopActivity, measure_loop_activity, plain_activity
@@ -62,7 +62,7 @@ class ParityOutcome:
     names: what the two clips are. frames: the comparison of the two, waveform: that of their sound. seams:
     differences at the seams of tiles, where the clips were decoded with different ones. clips: (N, H, W, 3)
     float, on the host. graphs: what each arm says about its CUDA graphs. activities: what the profiler saw of each arm,
-    where that was asked for.
+    where that was asked for. decodes: what was said in each arm about the CUDA graphs of its decodes.
     """
 
     verdict: Verdict
@@ -73,6 +73,7 @@ class ParityOutcome:
     seams: SeamFindings | None = None
     graphs: Mapping[str, dict | None] = field(default_factory=dict)
     activities: Mapping[str, LoopActivity] = field(default_factory=dict)
+    decodes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def judge_clips(
@@ -285,7 +286,15 @@ def run_parity(
     activities = {}
     if measure_residency:
         activities = _activities(arms, vae, plan, eager[0], graphed if not refused else [])
-    return dataclasses.replace(judged, graphs=graphs, activities=activities)
+    decodes = {arm: _said_of_decodes(timeline) for arm, timeline in arms.timelines.items()}
+    return dataclasses.replace(judged, graphs=graphs, activities=activities, decodes=decodes)
+
+
+def _said_of_decodes(timeline: Timeline) -> list[str]:
+    """What was noted about the CUDA graphs of decodes, each thing once."""
+    notes = (event for event in timeline.events if event["event"] == "note" and event["phase"].startswith("decode."))
+    found = (f"{note['phase']}: {note['message']}" for note in notes if note["message"].startswith(GRAPH_NOTE))
+    return list(dict.fromkeys(found))
 
 
 def _activities(

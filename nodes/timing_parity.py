@@ -308,7 +308,13 @@ class LTXGraphParityRun(io.ComfyNode):
         if audio_vae is not None:
             settings["audio_vae"] = audio_vae.name
         renders = {
-            arm: host.RenderReport(timeline, settings, job.notes, outcome.graphs.get(arm), outcome.activities.get(arm))
+            arm: host.RenderReport(
+                timeline,
+                settings,
+                (*job.notes, *outcome.decodes.get(arm, ())),
+                outcome.graphs.get(arm),
+                outcome.activities.get(arm),
+            )
             for arm, timeline in logs.items()
         }
         return _finished(cls, outcome, renders, on_difference)

@@ -494,7 +494,7 @@ def test_a_failed_capture_is_noted_and_decodes_eager(recorded, vae):
     eager = vae.decode(latent, cuda_graph="off")
     assert torch.equal(recorded.decode(latent, cuda_graph="on", timeline=timeline), eager)
     notes = [event["message"] for event in timeline.events if event["event"] == "note"]
-    assert notes == ["eager: not captured: no memory"]
+    assert notes == ["CUDA graph: eager, not captured: no memory"]
     recorded.graphs.error = RestartRequiredError("restart ComfyUI")
     with pytest.raises(RestartRequiredError):
         recorded.decode(latent, cuda_graph="on")
@@ -516,7 +516,7 @@ def test_without_cuda_a_graph_is_answered_with_the_reason(vae):
     timeline = Timeline(None)
     vae.decode(random_latent(1), cuda_graph="on", timeline=timeline)
     (note,) = [event["message"] for event in timeline.events if event["event"] == "note"]
-    assert note.startswith("eager: no CUDA") or "not on CUDA" in note
+    assert note.startswith("CUDA graph: eager, ") and ("no CUDA" in note or "not on CUDA" in note)
     with pytest.raises(RequestError, match="cuda_graph='always' is not one of auto, on, off"):
         vae.decode(random_latent(1), cuda_graph="always")
 

@@ -169,6 +169,24 @@ def test_a_decoder_that_differs_is_found_without_a_rerun(models, request_, graph
     assert verdict.status == DIFFERENT and "first differing stage: unclamped frames" in verdict.words
 
 
+def test_the_graphed_arm_alone_is_decoded_by_graphs(models, request_, graphed_arm, monkeypatch):
+    _transformer, vae = models
+    real, modes = vae.decode_raw, []
+
+    def seen(latent, *, cuda_graph, timeline, **settings):
+        modes.append(cuda_graph)
+        clip = real(latent, cuda_graph="off", timeline=timeline, **settings)
+        timeline.note("decode.video.chunk", f"CUDA graph: {cuda_graph}")
+        timeline.note("decode.video.chunk", "something else")
+        return clip
+
+    monkeypatch.setattr(vae, "decode_raw", seen)
+    outcome = run(models, request_, replays=2, seeds=1)
+    assert modes == ["off", "on", "on", "off"]
+    noted = {arm: [f"decode.video.chunk: CUDA graph: {how}"] for arm, how in (("eager", "off"), ("graphed", "on"))}
+    assert outcome.decodes == noted | {"eager repeated": noted["eager"]}
+
+
 def test_a_small_fault_is_within_a_tolerance_and_never_bit_exact(models, request_, graphed_arm):
     def nudge(render, step, outputs):
         if step == STEPS:

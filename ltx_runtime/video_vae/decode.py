@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..checkpoint import CheckpointHeader, Progress, read_header, require_component
 from ..config import ConvVAEConfig, DiffusionVAEConfig
-from ..cuda_graph import GraphCache, unavailable_reason
+from ..cuda_graph import GRAPH_NOTE, GraphCache, unavailable_reason
 from ..errors import NonFiniteError, RequestError, ShapeError
 from ..memory import DeviceMemoryError, available_host_bytes, device_free_bytes, in_words, is_out_of_memory
 from ..resident_weights import ResidentModule
@@ -293,7 +293,7 @@ class VideoVAE(ResidentModule):
                     failure = error.with_traceback(None)  # whose frames keep the failed run's memory
                 else:
                     if recorder is not None:
-                        timeline.note(PHASE, recorder.finish())
+                        timeline.note(PHASE, GRAPH_NOTE + recorder.finish())
                     return result
                 mode, recorder = "off", None
                 if self.device.type == "cuda":
@@ -302,7 +302,7 @@ class VideoVAE(ResidentModule):
                     # The same plan again: it may have had room without them.
                     held = in_words(self.graphs.device_bytes)
                     self.graphs.close()
-                    timeline.note(PHASE, f"CUDA graph: out of memory beside recordings of {held}: dropped, once more")
+                    timeline.note(PHASE, f"{GRAPH_NOTE}out of memory beside recordings of {held}: dropped, once more")
                     continue
                 smaller = None
                 if may_shrink:
@@ -317,7 +317,7 @@ class VideoVAE(ResidentModule):
         if len(self.graphs) and free is not None and free < plan.peak_bytes:
             held = in_words(self.graphs.device_bytes)
             self.graphs.close()
-            timeline.note(PHASE, f"CUDA graph: recordings of {held} dropped, to make room")
+            timeline.note(PHASE, f"{GRAPH_NOTE}recordings of {held} dropped, to make room")
 
     def _free_beside_recordings(self) -> int | None:
         free = device_free_bytes(self.device)
@@ -424,7 +424,7 @@ class _GraphsWanted:
         """The mode, "off" where there can be no graphs; for "on" a note then says why."""
         reason = "" if self.mode == "off" else self.refused or unavailable_reason(device)
         if reason and self.mode == "on":
-            timeline.note(PHASE, f"CUDA graph: eager, {reason}")
+            timeline.note(PHASE, f"{GRAPH_NOTE}eager, {reason}")
         return "off" if reason else self.mode
 
 

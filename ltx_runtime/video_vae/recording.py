@@ -138,11 +138,10 @@ class PieceRecorder:
         self._settle()
         words = "; ".join(self._reasons)
         if not self._used:
-            return f"CUDA graph: eager, {words}" if words else "CUDA graph: eager"
+            return f"eager, {words}"
         counts = ", ".join(f"{count} {how}" for how, count in self._ran.items() if count)
-        pieces = f"CUDA graph: {counts} of {sum(self._ran.values())} pieces"
         held = f"recordings hold {in_words(self._graphs.device_bytes)}"
-        return "; ".join([pieces, held, *self._reasons])
+        return "; ".join([f"{counts} of {sum(self._ran.values())} pieces", held, *self._reasons])
 
     def _timed(self, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
         timed = self._learnt = _Timed(_recorded_event())
