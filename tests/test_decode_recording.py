@@ -120,7 +120,7 @@ class FakeEvent:
     clock_ms = 0.0
     working = False
 
-    def __init__(self):
+    def __init__(self, device):
         self.at_ms = self.clock_ms
 
     def query(self):

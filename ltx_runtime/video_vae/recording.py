@@ -144,13 +144,14 @@ class PieceRecorder:
         return "; ".join([f"{counts} of {sum(self._ran.values())} pieces", held, *self._reasons])
 
     def _timed(self, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
-        timed = self._learnt = _Timed(_recorded_event())
+        device = self._graphs.device
+        timed = self._learnt = _Timed(_recorded_event(device))
         while True:
             begun, beside = time.perf_counter(), self._not_timed_ms
             piece = next(pieces, None)
             if piece is None:
                 return
-            timed.ended = _recorded_event()
+            timed.ended = _recorded_event(device)
             timed.issue_ms += _ms_since(begun) - (self._not_timed_ms - beside)
             yield piece
             del piece  # room for the next
@@ -238,7 +239,5 @@ def _ms_since(begun: float) -> float:
     return (time.perf_counter() - begun) * 1e3
 
 
-def _recorded_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+def _recorded_event(device: torch.device) -> torch.cuda.Event:
+    return torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True))

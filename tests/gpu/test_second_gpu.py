@@ -23,11 +23,17 @@ def same_on_both(run) -> None:
     assert torch.equal(first.cpu(), second.cpu())
 
 
+@pytest.mark.parametrize("cuda_graph", ["off", "on", "auto"])
 @pytest.mark.parametrize("write", [write_tiny_video_vae, write_tiny_diffusion_vae])
-def test_video(tmp_path: Path, write):
+def test_video(tmp_path: Path, write, cuda_graph):
     path = write(tmp_path / "vae.safetensors")
     latent = torch.randn(1, 128, 3, 4, 6)
-    same_on_both(lambda device: load_video_vae(path, device=device, dtype=torch.bfloat16).decode(latent))
+
+    def run(device: torch.device) -> torch.Tensor:
+        vae = load_video_vae(path, device=device, dtype=torch.bfloat16)
+        return [vae.decode(latent, cuda_graph=cuda_graph) for _ in range(4)][3]
+
+    same_on_both(run)
 
 
 def test_images(tmp_path: Path):
