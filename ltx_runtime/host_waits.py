@@ -22,7 +22,7 @@ _WAITING = frozenset(
     {
         "item", "tolist", "is_nonzero", "equal", "allclose",
         "__bool__", "__int__", "__float__", "__index__", "__complex__",
-        "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "unique_dim",
+        "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive",
     }
 )  # fmt: skip
 

@@ -1,4 +1,5 @@
 """GPU time from events: on a simulated host and device, whose times are known, and from recorded figures."""
+import contextlib
 import gc
 from dataclasses import dataclass, field
 
@@ -8,7 +9,15 @@ from torch import nn
 
 from ltx_runtime import gpu_time, tiny
 from ltx_runtime.conditioning import audio_state, text_to_video_state
-from ltx_runtime.gpu_time import LaunchCount, queued_gpu_time, sum_of_parts, without_gaps
+from ltx_runtime.gpu_time import (
+    SHORTEST_KERNEL_MS,
+    LaunchCount,
+    launch_gap_ms,
+    queue_pace_ms,
+    queued_gpu_time,
+    sum_of_parts,
+    without_gaps,
+)
 from ltx_runtime.runtime import load_transformer
 from ltx_runtime.sampler import SampleRequest, TextFeatures, prepare
 from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape
@@ -163,6 +172,37 @@ def test_hooks_are_gone_also_after_an_error(machine):
     with pytest.raises(ValueError, match="of fn"):
         queued_gpu_time(broken, [module], part_ms=1, launches=10, host_ahead=False, device=DEVICE)
     assert not module._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("paces", "issues", "expected"),
+    [
+        ((2e-3, 1.5e-3), (1e-3, 1e-3), 1.5e-3),
+        ((1.5e-3, 2e-3), (1e-3, 1e-3), 1.5e-3),
+        ((1e-3, 2e-3), (0.1, 1e-3), 2e-3),  # of the first the host was late: its queue was not full
+        ((2e-3, 2e-3), (0.1, 0.1), None),
+    ],
+)
+def test_the_pace_of_a_full_queue_is_the_better_of_two(machine, monkeypatch, paces, issues, expected):
+    rounds = iter(zip(issues, paces, strict=True))
+    current = []
+
+    def sleep(cycles):
+        if cycles > 1:
+            current[:] = next(rounds)
+            machine.sleep(cycles)
+        else:
+            machine.launch(*current)
+
+    monkeypatch.setattr(torch.cuda, "_sleep", sleep)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    assert queue_pace_ms(DEVICE) == (None if expected is None else pytest.approx(expected))
+
+
+@pytest.mark.parametrize(("pace", "gap"), [(1.5e-3, 1.5e-3 - SHORTEST_KERNEL_MS), (0.5e-3, 0), (None, 1e-3)])
+def test_the_gap_is_what_a_pace_has_above_the_shortest_kernel(monkeypatch, pace, gap):
+    monkeypatch.setattr(gpu_time, "queue_pace_ms", lambda device: pace)
+    assert launch_gap_ms.__wrapped__(DEVICE) == pytest.approx(gap)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
 
+from ltx_runtime import seams
 from ltx_runtime.checkpoint import read_header
 from ltx_runtime.config import DiffusionVAEConfig
 from ltx_runtime.parity import DIFFERENT, EQUAL, WITHIN_TOLERANCE
@@ -88,8 +90,10 @@ def differing(mask: torch.Tensor, by: float, elsewhere: float = 0.0) -> tuple[to
     return frames, frames + torch.where(mask, by, elsewhere)[..., None]
 
 
-def test_means_and_largest_are_those_of_the_definition():
+@pytest.mark.parametrize("frames_a_chunk", [6, 4, 1])
+def test_means_and_largest_are_those_of_the_definition(monkeypatch, frames_a_chunk):
     a, b = clip(1), clip(2)
+    monkeypatch.setattr(seams, "CHUNK_ELEMENTS", frames_a_chunk * a[0].numel())
     found = compare_at_seams(a, b, [LAYOUT])
     mask, gap = masks(LAYOUT), (a.double() - b.double()).abs()
     assert found.seams.share == pytest.approx(mask.double().mean().item())
@@ -115,6 +119,12 @@ def test_the_worst_overlap_is_named():
     assert found.worst == ("columns", (10, 14)) and found.words().endswith("most in columns 10 to 13")
     found = compare_at_seams(*differing((torch.arange(6) == 3)[:, None, None].expand(CLIP[:3]), 0.05), [LAYOUT])
     assert found.worst == ("frames", (2, 4))
+    # Beside a smaller difference everywhere: means of an axis, not sums, are what is compared.
+    layout = TileOverlaps((6, 16, 24), (1, 2, 2), ((), ((6, 10),), ((10, 14),)))
+    assert compare_at_seams(*differing(columns, 0.05, 0.01), [layout]).worst == ("columns", (10, 14))
+    rows = torch.zeros(CLIP[:3], dtype=torch.bool)
+    rows[:, 6:10] = True
+    assert compare_at_seams(*differing(rows, 0.05, 0.01), [layout]).worst == ("rows", (6, 10))
 
 
 def test_clips_of_a_batch_have_the_same_seams():
@@ -137,9 +147,10 @@ def test_tiles_that_overlap_everywhere_leave_nothing_to_compare_with():
     assert found.inside is None and found.at_seams is None and "everywhere" in found.words()
 
 
-def test_values_that_are_not_finite_are_left_out():
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_are_left_out(value):
     a, b = clip(), clip()
-    a[0, 0, 0, 0] = float("nan")
+    a[0, 0, 0, 0] = value
     assert compare_at_seams(a, b, [LAYOUT]).inside.max_abs == 0
 
 
@@ -147,6 +158,8 @@ def test_pictures_of_another_size_have_no_known_seams():
     small = clip()[:, :8]
     assert compare_at_seams(small, small, [LAYOUT]) is None
     assert compare_at_seams(clip()[:5], clip()[:5], [LAYOUT]) is None
+    other = TileOverlaps((6, 8, 24), (1, 2, 1), ((), ((2, 4),), ()))
+    assert compare_at_seams(clip(), clip(), [LAYOUT, other]) is None
 
 
 WHOLE, TILED = {"seed": 7, "decode": "whole clip"}, {"seed": 7, "decode": LAYOUT.words()}

@@ -79,6 +79,17 @@ def test_a_machine_that_can_not_build_launchers_builds_none_for_anyone(error):
         assert triton_refusal(CPU, torch.bfloat16, owner) == f"{type(error).__name__}: {error}"
 
 
+def test_what_tensor_cores_can_not_do_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5) if device == SECOND else (8, 0))
+    monkeypatch.setattr(triton_use, "import_refusal", lambda module: None)
+    first = torch.device("cuda", 0)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert triton_refusal(first, dtype, "denoiser") is None
+        assert triton_refusal(SECOND, dtype, "denoiser") == "the GPU is older than Ampere"
+    assert triton_refusal(first, torch.float32, "denoiser") == "float32 is not for tensor cores"
+
+
 def test_an_installation_that_can_not_be_imported_is_refused_with_its_reason(tmp_path, monkeypatch):
     (tmp_path / "broken_kernels.py").write_text("raise OSError('libtriton.so: no such file')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -91,6 +102,14 @@ def test_a_device_without_memory_is_no_kernel_that_can_not_be_built():
     error = RuntimeError("Triton Error [CUDA]: out of memory")
     with pytest.raises(RuntimeError, match="out of memory"):
         try_triton(lambda: fail(error), "denoiser", "a kernel", CPU)
+    assert triton_refusal(CPU, torch.bfloat16, "denoiser") == "no kernel for cpu"
+
+
+def test_in_a_capture_the_error_is_the_captures(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="of the capture"):
+        try_triton(lambda: fail(RuntimeError("of the capture")), "denoiser", "a kernel", CPU)
     assert triton_refusal(CPU, torch.bfloat16, "denoiser") == "no kernel for cpu"
 
 
@@ -133,10 +152,11 @@ class Compiled:
 
 class DeviceTensor(torch.Tensor):
     is_cuda = True
+    device_index = 1
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def get_device(self) -> int:
-        return 1
+        return self.device_index
 
 
 @pytest.fixture
@@ -164,6 +184,7 @@ def test_a_kernel_is_compiled_once_for_arguments_of_one_kind(on_gpu):
         ((zeros(8), zeros(64)[16:], 32), {"BLOCK": 16}),
         ((zeros(4), zeros(64)[4:], 16), {"BLOCK": 16}),
         ((zeros(4), zeros(64)[1:], 16), {"BLOCK": 16}),
+        ((zeros(4), zeros(64)[2:], 16), {"BLOCK": 16}),  # as the one before: Triton knows multiples of 16 bytes
         ((zeros(4), zeros(4, dtype=torch.float16), 16), {"BLOCK": 16}),
         ((zeros(4), None, 16), {"BLOCK": 16}),
         ((zeros(4), zeros(4), 4), {"BLOCK": 16}),
@@ -172,6 +193,7 @@ def test_a_kernel_is_compiled_once_for_arguments_of_one_kind(on_gpu):
         ((zeros(4), zeros(4), 1.0), {"BLOCK": 16}),
         ((zeros(4), zeros(4), 1 << 32), {"BLOCK": 16}),
         ((zeros(4), zeros(4), 48), {"BLOCK": 32}),
+        ((zeros(4), zeros(4), 48), {"BLOCK": 1}),
         ((zeros(4), zeros(4), 48), {"BLOCK": True}),
         ((zeros(4), zeros(4), 48), {"BLOCK": 16, "num_warps": 8}),
     ]
@@ -179,8 +201,17 @@ def test_a_kernel_is_compiled_once_for_arguments_of_one_kind(on_gpu):
         for args, options in kinds:
             launch(kernel, (1,), *args, **options)
     numbers = [number for _, _, (number, _) in kernel.launched]
-    assert numbers == [1, 1, 1, *range(2, 13)] * 2
+    assert numbers == [1, 1, 1, 2, 2, *range(3, 14)] * 2
     assert kernel.launched[1][1][1] == kinds[1][0][1].data_ptr(), "its own address, not that of the compiled for"
+
+
+def test_a_kernel_is_compiled_for_each_device(on_gpu):
+    kernel, zeros = on_gpu
+    elsewhere = zeros(4)
+    elsewhere.device_index = 0
+    for x in (zeros(4), elsewhere, zeros(4)):
+        launch(kernel, (1,), x, x, 4, BLOCK=16)
+    assert [which for _, _, which in kernel.launched] == [(1, 71), (2, 70), (1, 71)]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -190,7 +221,8 @@ def test_kinds_are_at_least_as_fine_as_tritons():
 
     around = [sign * (1 << bits) + d for sign in (1, -1) for bits in (31, 32, 63) for d in (-1, 0, 1)]
     integers = [0, 1, 2, 15, 16, 17, 32, -1, -16, *around]
-    tensors = [torch.zeros(9, dtype=dtype)[first:] for dtype in (torch.float32, torch.bfloat16) for first in (0, 1, 8)]
+    dtypes, firsts = (torch.float32, torch.bfloat16), (0, 1, 2, 4, 8)
+    tensors = [torch.zeros(9, dtype=dtype)[first:] for dtype in dtypes for first in firsts]
     values = [*(i for i in integers if -(1 << 63) <= i < 1 << 64), True, False, None, 0.0, 1.0, 16.0, *tensors]
     kinds: dict[tuple, set] = {}
     for value in values:
