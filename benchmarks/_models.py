@@ -14,17 +14,40 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from full_size import RandomTransformer, RandomVideoVAE, environment
+from full_size import (
+    FRAME_RATE,
+    FRAMES,
+    SIZES,
+    RandomAudioVAE,
+    RandomDiffusionVAE,
+    RandomTransformer,
+    RandomUpsampler,
+    RandomVideoEncoder,
+    RandomVideoVAE,
+    environment,
+)
 
+from ltx_runtime.audio_vae import load_audio_vae
 from ltx_runtime.conditioning import audio_state, text_to_video_state
+from ltx_runtime.resident_weights import ResidentModule
 from ltx_runtime.runtime import TransformerModel, load_transformer
 from ltx_runtime.sampler import SampleRequest, TextFeatures
 from ltx_runtime.schedules import distilled_sigmas
 from ltx_runtime.shapes import TIME_FACTOR, AudioLatentShape, VideoLatentShape, audio_latent_frames
 from ltx_runtime.tiny import write_tiny_checkpoints
-from ltx_runtime.video_vae import AskedSizes, DecodePlan, VideoVAE, load_video_vae
+from ltx_runtime.upsampler import load_upsampler
+from ltx_runtime.video_vae import AskedSizes, DecodePlan, VideoVAE, load_video_encoder, load_video_vae
 
-FRAME_RATE = 24.0
+TINY = {"S0": (64, 64, 17), "S1": (96, 64, 17), "S2": (128, 64, 17)}
+# Full size, how a tiny file is opened, and its name in write_tiny_checkpoints.
+MODELS = {
+    "transformer": (RandomTransformer, load_transformer, "transformer"),
+    "conv": (RandomVideoVAE, load_video_vae, "video_vae"),
+    "diffusion": (RandomDiffusionVAE, load_video_vae, "diffusion_video_vae"),
+    "audio": (RandomAudioVAE, load_audio_vae, "audio_vae"),
+    "encoder": (RandomVideoEncoder, load_video_encoder, "video_vae"),
+    "upsampler": (RandomUpsampler, load_upsampler, "spatial_upscaler"),
+}
 
 
 def parser_of(doc: str) -> argparse.ArgumentParser:
@@ -37,6 +60,14 @@ def parser_of(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
+def parse(parser: argparse.ArgumentParser, **on_cpu) -> argparse.Namespace:
+    """The arguments. on_cpu: what those are on the CPU that the command line leaves out. A run there only shows that
+    the benchmark works: less than a minute on two cores."""
+    if parser.parse_args().tiny and not torch.cuda.is_available():
+        parser.set_defaults(**on_cpu)
+    return parser.parse_args()
+
+
 @dataclass(frozen=True)
 class Models:
     transformer: TransformerModel
@@ -44,24 +75,42 @@ class Models:
     device: torch.device
 
 
+def device_of(tiny: bool) -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    if not tiny:
+        raise SystemExit("full size needs CUDA; --tiny runs on the CPU.")
+    return torch.device("cpu")
+
+
+def open_each(names: Sequence[str], tiny: bool) -> dict[str, ResidentModule]:
+    """Those of MODELS, resident. Full size needs CUDA."""
+    device = device_of(tiny)
+    if not tiny:
+        models = {name: MODELS[name][0](device) for name in names}
+        for model in models.values():
+            model.ensure_resident()
+        return models
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)  # weights that were evicted are read again
+    files = write_tiny_checkpoints(Path(folder.name))
+    return {name: load(files[file], device=device) for name, (_, load, file) in MODELS.items() if name in names}
+
+
 def open_models(tiny: bool) -> Models:
-    """Both models, resident. Full size needs CUDA."""
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    if tiny:
-        folder = tempfile.TemporaryDirectory()
-        atexit.register(folder.cleanup)  # weights that were evicted are read again
-        files = write_tiny_checkpoints(Path(folder.name))
-        return Models(
-            load_transformer(files["transformer"], device=device),
-            load_video_vae(files["video_vae"], device=device),
-            device,
-        )
-    if device.type != "cuda":
-        raise SystemExit("full-size models need CUDA; --tiny runs on the CPU.")
-    models = Models(RandomTransformer(device), RandomVideoVAE(device), device)
-    models.transformer.ensure_resident()
-    models.vae.ensure_resident()
-    return models
+    """The transformer and the conv video VAE, see open_each."""
+    opened = open_each(("transformer", "conv"), tiny)
+    return Models(opened["transformer"], opened["conv"], device_of(tiny))
+
+
+def clip_sizes(names: Sequence[str], tiny: bool) -> dict[str, tuple[int, int, int]]:
+    """name -> width, height, frames of clips that every benchmark calls so."""
+    return {name: TINY[name] if tiny else (*SIZES[name], FRAMES) for name in names}
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def clip_request(

@@ -5,7 +5,8 @@
 Per size: eager renders; then "auto" from a cache that knows nothing: the render that measures, the one that captures if
 it comes to that, and as many settled ones as eager ones, eager and settled in turns for the second half. A render is
 the preparation and all steps, device idle at both ends. Ends with exit code 1 when the median of the settled ones is
-over the slowest eager one, or when measuring or capturing leaves its budget.
+over the slowest eager one, or when measuring or capturing leaves its budget; but not with --tiny, whose figures mean
+nothing.
 """
 
 from __future__ import annotations
@@ -14,13 +15,23 @@ import sys
 import time
 
 import torch
-from _models import Models, clip_request, finish, markdown, open_models, parser_of, size_name, spread
-from full_size import FRAMES, SIZES
+from _models import (
+    Models,
+    clip_request,
+    clip_sizes,
+    finish,
+    markdown,
+    open_models,
+    parse,
+    parser_of,
+    size_name,
+    spread,
+    synchronize,
+)
 
 from ltx_runtime.sampler import sample
 from ltx_runtime.timing import Timeline
 
-TINY = {"S0": (64, 64, 9), "S1": (96, 64, 9)}
 # The budget (docs/decisions.md). Measuring: so many eager steps for the measured one. Capturing: a warm-up and a first
 # replay, each an eager step with reserve, and time for each launch to be recorded. Both have a fixed part, most of it
 # at tiny sizes. Memory: a share of the card.
@@ -36,15 +47,14 @@ def main() -> None:
     parser.add_argument("sizes", nargs="*", metavar="S0|S1|S2", help="S0 and S1 by default")
     parser.add_argument("--runs", type=int, default=6, help="eager renders, and settled ones, of each size")
     parser.add_argument("--steps", type=int, default=8)
-    arguments = parser.parse_args()
+    arguments = parse(parser, sizes=["S0"], runs=2, steps=2)
     models = open_models(arguments.tiny)
     rows = []
-    for name in arguments.sizes or ("S0", "S1"):
-        size = TINY[name] if arguments.tiny else (*SIZES[name], FRAMES)
+    for name, size in clip_sizes(arguments.sizes or ("S0", "S1"), arguments.tiny).items():
         rows.append({"size": name, **measure(models, size, arguments.runs, arguments.steps)})
         print(words(rows[-1]), flush=True)
     finish("auto", arguments, models.device, table(rows), rows)
-    if not all(row["not_slower"] and row["within_budget"] for row in rows):
+    if not arguments.tiny and not all(row["not_slower"] and row["within_budget"] for row in rows):
         sys.exit("auto is slower than eager, or over its budget")
 
 
@@ -110,11 +120,6 @@ def render(models: Models, size, steps: int, mode: str) -> tuple[float, dict, Ti
     )
     synchronize(models.device)
     return (time.perf_counter() - started) * 1e3, result.graph, timeline
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def card_bytes(device: torch.device) -> int | None:

@@ -12,27 +12,34 @@ Sound is 5 seconds. GPU time comes from CUPTI at the very end.
 
 from __future__ import annotations
 
-import atexit
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from _models import finish, markdown, parser_of, plan_of_chunk, size_name, spread
-from full_size import FRAME_RATE, FRAMES, SIZES, RandomAudioVAE, RandomDiffusionVAE, RandomVideoVAE
+from _models import (
+    FRAME_RATE,
+    SIZES,
+    clip_sizes,
+    device_of,
+    finish,
+    markdown,
+    open_each,
+    parse,
+    parser_of,
+    plan_of_chunk,
+    size_name,
+    spread,
+)
 
-from ltx_runtime.audio_vae import AudioVAE, load_audio_vae
+from ltx_runtime.audio_vae import AudioVAE
 from ltx_runtime.gpu_activity import measure_gpu_busy
 from ltx_runtime.seams import compare_at_seams
 from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape, audio_latent_frames
 from ltx_runtime.timing import Timeline
-from ltx_runtime.tiny import write_tiny_checkpoints
-from ltx_runtime.video_vae import AskedSizes, DecodePlan, VideoVAE, load_video_vae
+from ltx_runtime.video_vae import AskedSizes, DecodePlan, VideoVAE
 
 DECODERS = ("conv", "diffusion", "audio")
-TINY = {"S0": (64, 64, 17), "S1": (96, 64, 17), "S2": (128, 64, 17)}
 TEMPLATE = AskedSizes(tile_size=512, overlap=64, temporal_size=64, temporal_overlap=16)
 TINY_TILES = AskedSizes(tile_size=64, overlap=32)
 SECONDS, TINY_SECONDS = 5, 1
@@ -46,10 +53,10 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, nargs="+", default=[0, 1], help="beside the planned one, 0 = whole")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no-profile", action="store_true", help="no CUPTI")
-    arguments = parser.parse_args()
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    models = open_models(arguments.decoder, arguments.tiny, device)
-    sizes = {name: TINY[name] if arguments.tiny else (*SIZES[name], FRAMES) for name in arguments.sizes or SIZES}
+    arguments = parse(parser, sizes=["S0"], repeats=1)
+    device = device_of(arguments.tiny)
+    models = open_each(arguments.decoder, arguments.tiny)
+    sizes = clip_sizes(arguments.sizes or SIZES, arguments.tiny)
     tiles = TINY_TILES if arguments.tiny else TEMPLATE
     cases = [
         case
@@ -72,27 +79,6 @@ def main() -> None:
         for row in sound:
             row |= profile(lambda: models["audio"].decode(latent), device)
     finish("decode", arguments, device, table(rows) + "\n\n" + sound_table(sound), [*rows, *sound])
-
-
-def open_models(decoders: list[str], tiny: bool, device: torch.device) -> dict[str, VideoVAE | AudioVAE]:
-    """Resident. Full size needs CUDA."""
-    if not tiny:
-        if device.type != "cuda":
-            raise SystemExit("full-size models need CUDA; --tiny runs on the CPU.")
-        kinds = dict(zip(DECODERS, (RandomVideoVAE, RandomDiffusionVAE, RandomAudioVAE)))
-        models = {name: kinds[name](device) for name in decoders}
-        for model in models.values():
-            model.ensure_resident()
-        return models
-    folder = tempfile.TemporaryDirectory()
-    atexit.register(folder.cleanup)
-    files = write_tiny_checkpoints(Path(folder.name))
-    opened = {
-        "conv": (load_video_vae, "video_vae"),
-        "diffusion": (load_video_vae, "diffusion_video_vae"),
-        "audio": (load_audio_vae, "audio_vae"),
-    }
-    return {name: load(files[file], device=device) for name, (load, file) in opened.items() if name in decoders}
 
 
 @dataclass(frozen=True)

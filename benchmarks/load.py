@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import torch
-from _models import finish, markdown, parser_of, spread
+from _models import finish, markdown, parse, parser_of, spread
 from full_size import ROOT
 from safetensors.torch import load_file
 
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=8.0, help="size of the file; 5.7 is the least, 42 the whole model")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dir", type=Path, help="where to make the file; a folder on the disk that is to be measured")
-    arguments = parser.parse_args()
+    arguments = parse(parser, repeats=2)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
         path = Path(folder) / "ltx-2.5-slice-bf16.safetensors"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from _models import finish, markdown, parser_of, spread
+from _models import finish, markdown, parse, parser_of, spread
 from load import blocks_within, write_slice
 
 from ltx_runtime.checkpoint import read_header
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=8.0, help="size of the transformer: 5.7 the least, 42 all of it")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dir", type=Path, help="where to make the files")
-    arguments = parser.parse_args()
+    arguments = parse(parser, repeats=1)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
         transformer, adapter = Path(folder) / "transformer.safetensors", Path(folder) / "adapter.safetensors"

@@ -1,9 +1,11 @@
 """Neighbourhood attention of the diffusion decoder: the kernel against its definition, then a sweep of its constants.
 
     python3 dev.py bench neighbourhood_attention [--grid 121 128 192] [--window 11 11 11] [--heads 4] [--json FILE]
+        [--tiny]
 
 Prints what every configuration takes on that grid, its rate over the work that the window asks for and over the work it
-does, comfy-kitchen's na3d where it is installed, and the other stages of a 768x512x121 decode. Under a minute.
+does, comfy-kitchen's na3d where it is installed, and the other stages of a 768x512x121 decode. Under a minute. On the
+CPU (--tiny) there is the definition in plain torch alone.
 
 Predicted for the default grid on an H200 (see neighbourhood_kernel.py): 25 ms for tiles of 4x4x8, 64 keys, 8 warps, 3
 stages at 128 registers; two stages 10-20 % slower (nothing in flight while a block computes); 128 keys without the
@@ -11,28 +13,33 @@ register limit 30 % slower (one block a multiprocessor); tiles of 2x4x8 limited 
 """
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
+import importlib
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
-from full_size import environment
+from _models import device_of, finish, parse, parser_of, spread, synchronize
 
-from ltx_runtime.video_vae.neighbourhood_attention import Sizes, attention_backend, plain_attention
-from ltx_runtime.video_vae.neighbourhood_kernel import BEST, KernelShape, attend, box_sizes
-
-SWEEP = (
-    BEST,
-    KernelShape(stages=2),
-    KernelShape(stages=4),
-    KernelShape(block_keys=128, stages=2, registers=None),
-    KernelShape(block_keys=128, stages=2),
-    KernelShape(tile=(2, 4, 8), warps=4, stages=2),
-    KernelShape(tile=(2, 4, 8), warps=4, stages=3),
-    KernelShape(tile=(8, 4, 8), stages=2, registers=None),
+from ltx_runtime.video_vae.neighbourhood_attention import (
+    Sizes,
+    attention_backend,
+    neighbourhood_attention,
+    plain_attention,
 )
+
+# Of KernelShape, beside the best one.
+SWEEP = (
+    {"stages": 2},
+    {"stages": 4},
+    {"block_keys": 128, "stages": 2, "registers": None},
+    {"block_keys": 128, "stages": 2},
+    {"tile": (2, 4, 8), "warps": 4, "stages": 2},
+    {"tile": (2, 4, 8), "warps": 4, "stages": 3},
+    {"tile": (8, 4, 8), "stages": 2, "registers": None},
+)
+TINY_GRID, TINY_WINDOW = (5, 8, 12), (3, 5, 5)
 # Of 768x512x121: grid, window, heads, calls. video_vae.md section 6.1; stage 5 is the default grid.
 OTHER_STAGES = (
     ((18, 16, 24), (3, 7, 7), 32, 4),
@@ -53,44 +60,73 @@ TOLERANCE = 2e-2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--grid", type=int, nargs=3, default=(121, 128, 192), metavar=("T", "H", "W"))
-    parser.add_argument("--window", type=int, nargs=3, default=(11, 11, 11), metavar=("T", "H", "W"))
+    parser = parser_of(__doc__)
+    parser.add_argument("--grid", type=int, nargs=3, metavar=("T", "H", "W"), help="121 128 192 by default")
+    parser.add_argument("--window", type=int, nargs=3, metavar=("T", "H", "W"), help="11 11 11 by default")
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--json", help="write the full numbers here")
-    arguments = parser.parse_args()
-    grid, window = tuple(arguments.grid), tuple(arguments.window)
-    device = torch.device("cuda", 0)
+    arguments = parse(parser)
+    grid = tuple(arguments.grid or (TINY_GRID if arguments.tiny else (121, 128, 192)))
+    window = tuple(arguments.window or (TINY_WINDOW if arguments.tiny else (11, 11, 11)))
+    device = device_of(arguments.tiny)
     print(f"backend: {attention_backend(device, torch.bfloat16, 64)}")
+    best, *others = candidates(device)
     with torch.inference_mode():
-        checks = [check(shape, *case, device) for case in CHECKS for shape in (SWEEP if case is CHECKS[0] else (BEST,))]
+        first, *rest = CHECKS[2:] if arguments.tiny else CHECKS
+        checks = [check(way, *first, device) for way in (best, *others)]
+        checks += [check(best, *case, device) for case in rest]
         for line in (f"{c['name']}: worst error {c['error']:.1e}" for c in checks):
             print(line)
         q, k, v = random_qkv(grid, arguments.heads, 64, device)
         out = torch.empty_like(q)
-        rows = [measure(shape, q, k, v, window, out) for shape in SWEEP]
-        rows += peer(q, k, v, window)
-        stages = [stage(*case, device) for case in OTHER_STAGES]
-    for row in [*rows, *stages]:
-        print(line_of(row))
-    result = {
-        "benchmark": "neighbourhood_attention",
-        "environment": environment(),
-        "grid": grid,
-        "window": window,
-        "heads": arguments.heads,
-        "checks": checks,
-        "rows": rows,
-        "other_stages": stages,
-        "other_stages_ms": sum(row["ms"] * row["calls"] for row in stages),
-    }
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(result, file, indent=1)
-    print(json.dumps(result))
+        rows = [measure(way, q, k, v, window, out) for way in (best, *others)]
+        rows += peer(q, k, v, window) if device.type == "cuda" else []
+        stages = [] if arguments.tiny else [stage(best, *case, device) for case in OTHER_STAGES]
+    finish(
+        "neighbourhood_attention",
+        arguments,
+        device,
+        "\n".join(map(line_of, [*rows, *stages])),
+        rows,
+        grid=grid,
+        window=window,
+        heads=arguments.heads,
+        checks=checks,
+        other_stages=stages,
+        other_stages_ms=sum(row["ms"]["median"] * row["calls"] for row in stages),
+    )
     bad = [c["name"] for c in checks if not c["error"] <= TOLERANCE]
     if bad:
         raise SystemExit(f"wrong: {', '.join(bad)}")
+
+
+@dataclass(frozen=True)
+class Way:
+    """name: its constants. attend: (q, k, v, window, out). done_flop: (grid, heads, head_dim, window) -> what it does,
+    None where that is what the window asks for."""
+
+    name: str
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sizes, torch.Tensor], object]
+    done_flop: Callable[[Sizes, int, int, Sizes], int] | None = None
+
+
+def candidates(device: torch.device) -> list[Way]:
+    """The best first."""
+    if device.type != "cuda":
+        return [Way("plain torch", lambda q, k, v, window, out: neighbourhood_attention(q, k, v, window, out=out))]
+    kernel = importlib.import_module("ltx_runtime.video_vae.neighbourhood_kernel")  # imports triton
+
+    def way(shape) -> Way:
+        def done_flop(grid: Sizes, heads: int, head_dim: int, window: Sizes) -> int:
+            box = kernel.box_sizes(grid, window, shape)
+            blocks = -(-box[1] * box[2] // shape.block_keys)
+            queries = 1
+            for cells, tile in zip(grid, shape.tile):
+                queries *= -(-cells // tile) * tile
+            return 4 * queries * heads * head_dim * box[0] * blocks * shape.block_keys
+
+        return Way(words(shape), partial(kernel.attend, shape=shape), done_flop)
+
+    return [way(kernel.BEST), *(way(kernel.KernelShape(**constants)) for constants in SWEEP)]
 
 
 def random_qkv(grid: Sizes, heads: int, head_dim: int, device: torch.device) -> list[torch.Tensor]:
@@ -101,39 +137,27 @@ def random_qkv(grid: Sizes, heads: int, head_dim: int, device: torch.device) -> 
     return [q.mul_(head_dim**-0.5), k, v]
 
 
-def check(
-    shape: KernelShape, grid: Sizes, window: Sizes, heads: int, head_dim: int, device: torch.device
-) -> dict:
+def check(way: Way, grid: Sizes, window: Sizes, heads: int, head_dim: int, device: torch.device) -> dict:
     q, k, v = random_qkv(grid, heads, head_dim, device)
     exact = torch.empty_like(q, dtype=torch.float32)
     plain_attention(q.float(), k.float(), v.float(), window, exact)
     out = torch.full_like(q, float("nan"))
-    attend(q, k, v, window, out, shape)
-    name = f"{words(shape)} on {'x'.join(map(str, grid))}, window {'x'.join(map(str, window))}, head_dim {head_dim}"
+    way.attend(q, k, v, window, out)
+    name = f"{way.name} on {'x'.join(map(str, grid))}, window {'x'.join(map(str, window))}, head_dim {head_dim}"
     return {"name": name, "error": (out.float() - exact).abs().max().item()}
 
 
 def measure(
-    shape: KernelShape,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    window: Sizes,
-    out: torch.Tensor,
+    way: Way, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: Sizes, out: torch.Tensor
 ) -> dict:
     started = time.perf_counter()
-    attend(q, k, v, window, out, shape)
-    torch.cuda.synchronize()
+    way.attend(q, k, v, window, out)
+    synchronize(q.device)
     first_ms = (time.perf_counter() - started) * 1e3
-    times = timed(lambda: attend(q, k, v, window, out, shape))
-    grid, heads, head_dim = tuple(q.shape[1:4]), q.shape[4], q.shape[5]
-    box = box_sizes(grid, window, shape)
-    blocks = -(-box[1] * box[2] // shape.block_keys)
-    queries = 1
-    for cells, tile in zip(grid, shape.tile):
-        queries *= -(-cells // tile) * tile
-    done = 4 * queries * heads * head_dim * box[0] * blocks * shape.block_keys
-    return rated(words(shape), times, q, window) | {"first_ms": first_ms, "done_flop": done}
+    row = rated(way.name, timed(lambda: way.attend(q, k, v, window, out), q.device), q, window) | {"first_ms": first_ms}
+    if way.done_flop is not None:
+        row["done_flop"] = way.done_flop(tuple(q.shape[1:4]), q.shape[4], q.shape[5], window)
+    return row
 
 
 def peer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: Sizes) -> list[dict]:
@@ -142,25 +166,30 @@ def peer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: Sizes) -> li
     except ImportError as error:
         print(f"comfy-kitchen na3d: not measured, {error}")
         return []
-    return [rated("comfy-kitchen na3d", timed(lambda: na3d(q, k, v, list(window), scale=1.0), repeats=3), q, window)]
+    return [rated("comfy-kitchen na3d", timed(lambda: na3d(q, k, v, list(window), scale=1.0), q.device, 3), q, window)]
 
 
-def stage(grid: Sizes, window: Sizes, heads: int, calls: int, device: torch.device) -> dict:
+def stage(way: Way, grid: Sizes, window: Sizes, heads: int, calls: int, device: torch.device) -> dict:
     q, k, v = random_qkv(grid, heads, 64, device)
     out = torch.empty_like(q)
     name = f"{'x'.join(map(str, grid))}, {heads} heads, window {'x'.join(map(str, window))}"
-    return rated(name, timed(lambda: attend(q, k, v, window, out)), q, window) | {"calls": calls}
+    return rated(name, timed(lambda: way.attend(q, k, v, window, out), device), q, window) | {"calls": calls}
 
 
 def rated(name: str, times: list[float], q: torch.Tensor, window: Sizes) -> dict:
     exact = 4 * q.numel() * window[0] * window[1] * window[2]
-    return {"name": name, "ms": statistics.median(times), "range_ms": [min(times), max(times)], "exact_flop": exact}
+    return {"name": name, "ms": spread(times), "exact_flop": exact}
 
 
-def timed(call: Callable[[], object], repeats: int = 7) -> list[float]:
-    """Milliseconds of each call by events, after two that are not counted."""
+def timed(call: Callable[[], object], device: torch.device, repeats: int = 7) -> list[float]:
+    """Milliseconds of each call, by events on a GPU, after two that are not counted."""
     times = []
     for _ in range(2 + repeats):
+        if device.type != "cuda":
+            started = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - started) * 1e3)
+            continue
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         call()
@@ -170,18 +199,18 @@ def timed(call: Callable[[], object], repeats: int = 7) -> list[float]:
     return times[2:]
 
 
-def words(shape: KernelShape) -> str:
+def words(shape) -> str:
     registers = f"{shape.registers} registers" if shape.registers else "registers free"
     tile = "x".join(map(str, shape.tile))
     return f"tile {tile}, {shape.block_keys} keys, {shape.warps} warps, {shape.stages} stages, {registers}"
 
 
 def line_of(row: dict) -> str:
-    rate = row["exact_flop"] / row["ms"] / 1e9
-    low, high = row["range_ms"]
-    line = f"{row['name']:<62} {row['ms']:8.2f} ms ({low:.2f}-{high:.2f})  {rate:6.0f} TFLOP/s"
+    ms = row["ms"]
+    rate = row["exact_flop"] / ms["median"] / 1e9
+    line = f"{row['name']:<62} {ms['median']:8.2f} ms ({ms['min']:.2f}-{ms['max']:.2f})  {rate:6.0f} TFLOP/s"
     if "done_flop" in row:
-        line += f", {row['done_flop'] / row['ms'] / 1e9:.0f} with waste; first call {row['first_ms']:.0f} ms"
+        line += f", {row['done_flop'] / ms['median'] / 1e9:.0f} with waste; first call {row['first_ms']:.0f} ms"
     return line + (f"; {row['calls']} calls a decode" if "calls" in row else "")
 
 

@@ -14,7 +14,7 @@ import statistics
 
 import torch
 from _fit import Point, judge_phase
-from _models import Models, clip_request, finish, markdown, open_models, parser_of, size_name
+from _models import Models, clip_request, finish, markdown, open_models, parse, parser_of, size_name
 
 from ltx_runtime.gpu_activity import measure_gpu_busy
 from ltx_runtime.sampler import prepare, sample
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument(
         "--modes", nargs="+", default=None, choices=["off", "on"], help="cuda_graph; default: both with CUDA"
     )
-    arguments = parser.parse_args()
+    arguments = parse(parser, steps=1, repeats=1)
     models = open_models(arguments.tiny)
     modes = arguments.modes or (["off", "on"] if models.device.type == "cuda" else ["off"])
     sizes = TINY if arguments.tiny else FULL

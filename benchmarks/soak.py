@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from _models import Models, clip_request, finish, markdown, open_models, parser_of, plan_of_chunk, size_name
+from _models import Models, clip_request, finish, markdown, open_models, parse, parser_of, plan_of_chunk, size_name
 
 from ltx_runtime import cuda_graph
 from ltx_runtime.parity import Digest, digest
@@ -42,7 +42,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of the random order")
-    arguments = parser.parse_args()
+    arguments = parse(parser, count=7)
     models = open_models(arguments.tiny)
     models.transformer.graphs.max_graphs = RECORDINGS
     random_ = random.Random(arguments.seed)

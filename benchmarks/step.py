@@ -1,6 +1,6 @@
 """One denoising step at S0, S1, S2, eager and graphed: times, busy share, launches, copies, syncs, memory, capture.
 
-    python3 dev.py bench step [S0 S1 S2] [--json FILE]
+    python3 dev.py bench step [S0 S1 S2] [--json FILE] [--tiny]
 
 Each size's row is printed as soon as it is measured, CUPTI's columns later; at the end both tables.
 
@@ -10,12 +10,23 @@ is an event pair around the replay.
 """
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
+from collections.abc import Callable
 
 import torch
-from full_size import SIZES, RandomTransformer, environment, request
+from _models import (
+    SIZES,
+    clip_request,
+    clip_sizes,
+    device_of,
+    finish,
+    markdown,
+    open_each,
+    parse,
+    parser_of,
+    size_name,
+    spread,
+)
 
 from ltx_runtime.gpu_activity import measure_gpu_busy
 from ltx_runtime.gpu_time import SHORTEST_KERNEL_MS, LaunchCount, launch_gap_ms, queue_pace_ms, queued_gpu_time
@@ -24,58 +35,55 @@ from ltx_runtime.step_runner import BLOCKS_PER_PART, SLOW_LAUNCH_MS
 from ltx_runtime.steps import denoise_step
 from ltx_runtime.timing import Timeline
 
+Size = tuple[int, int, int]
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("sizes", nargs="*", metavar="S0|S1|S2", help="all by default")
-    parser.add_argument("--json", help="write the full numbers here")
-    arguments = parser.parse_args()
-    arguments.sizes = arguments.sizes or list(SIZES)
-    device = torch.device("cuda", 0)
-    model = RandomTransformer(device)
-    model.ensure_resident()
+    arguments = parse(parser, sizes=["S0"])
+    device = device_of(arguments.tiny)
+    model = open_each(["transformer"], arguments.tiny)["transformer"]
+    sizes = clip_sizes(arguments.sizes or SIZES, arguments.tiny)
     rows = []
-    for size in arguments.sizes:
-        rows.append(measure(model, size))
+    for name, size in sizes.items():
+        rows.append({"size": name, **measure(model, size)})
         print(f"{table(rows[-1:])}\n\nauto: {rows[-1]['auto']}\n", flush=True)
+    if device.type != "cuda":
+        finish("step", arguments, device, table(rows), rows)
+        return
     for row in rows:
-        row["by_events"] = by_events(model, row["size"], row["eager_ms"])
+        row["by_events"] = by_events(model, sizes[row["size"]], row["eager_ms"]["median"])
         print(f"{row['size']} by events: {json.dumps(row['by_events'])}\n", flush=True)
     gap = {"pace_us": (queue_pace_ms(device) or 0) * 1e3, "gap_us": launch_gap_ms(device) * 1e3}
     # CUPTI last of all: once used, every launch of the process is slower.
     for row in rows:
-        row |= profile(model, row["size"])
+        row |= profile(model, sizes[row["size"]])
         print(f"{table([row])}\n", flush=True)
     shortest = measure_gpu_busy(lambda: [torch.cuda._sleep(1) for _ in range(400)], device=device)
     gap["shortest_kernel_us"] = shortest.kernel_ms / shortest.kernel_count * 1e3
-    result = {"benchmark": "step", "environment": environment(), "rows": rows, "gap": gap}
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(result, file, indent=1)
-    print(table(rows))
-    print(agreement(rows, gap))
-    print(json.dumps(result))
+    finish("step", arguments, device, f"{table(rows)}\n{agreement(rows, gap)}", rows, gap=gap)
 
 
-def render(model, size: str, mode: str) -> tuple[list[float], list[float], dict, Timeline, tuple]:
-    """One distilled render. Returns step stream times and GPU times, the account, the timeline and the latents."""
+def render(model, size: Size, mode: str) -> tuple[list[float], list[float], dict, Timeline, tuple]:
+    """One distilled render. Returns step times (on the stream; wall where there is none) and GPU times, the account,
+    the timeline and the latents."""
     timeline = Timeline(None, device=model.device)
     with timeline.segment("sampler"):
-        result = sample(model, request(size), cuda_graph=mode, timeline=timeline)
+        result = sample(model, clip_request(model, size), cuda_graph=mode, timeline=timeline)
     ends = [e for e in timeline.events if e["event"] == "end" and e["phase"] in ("sample.step", "sample.replay")]
-    latents = (result.video, result.audio)
-    return [e["stream_ms"] for e in ends], [e["gpu_ms"] for e in ends], result.graph, timeline, latents
+    times = [e["wall_ms"] if e["stream_ms"] is None else e["stream_ms"] for e in ends]
+    return times, [e["gpu_ms"] for e in ends], result.graph, timeline, (result.video, result.audio)
 
 
-def measure(model, size: str) -> dict:
+def measure(model, size: Size) -> dict:
     render(model, size, "off")
     before = torch.cuda.memory_allocated()
     eager_steps, peaks = [], []
     for _ in range(2):
-        torch.cuda.reset_peak_memory_stats()
         steps, _, _, timeline, eager = render(model, size, "off")
         eager_steps += steps[1:]
-        peaks.append(max(e["mem_peak_bytes"] for e in timeline.events if e["event"] == "end"))
+        peaks += [e["mem_peak_bytes"] or 0 for e in timeline.events if e["event"] == "end"]
     render_auto = render(model, size, "auto")[2]
     model.graphs.close()
     _, _, captured, _, first = render(model, size, "on")
@@ -87,16 +95,14 @@ def measure(model, size: str) -> dict:
         replay_gpu += gpu
         equal += [torch.equal(a, b) for a, b in zip(eager, graphed, strict=True)]
     row = {
-        "size": size,
-        "eager_ms": statistics.median(eager_steps),
-        "eager_range_ms": [min(eager_steps), max(eager_steps)],
-        "graphed_ms": statistics.median(replay_steps),
-        "graphed_range_ms": [min(replay_steps), max(replay_steps)],
-        "graphed_gpu_ms": statistics.median(replay_gpu),
+        "clip": size_name(size),
+        "eager_ms": spread(eager_steps),
+        "graphed_ms": spread(replay_steps),
+        "graphed_gpu_ms": None if None in replay_gpu else spread(replay_gpu),
         "equal_bit_for_bit": all(equal),
         "auto": render_auto["decision"],
         "auto_measured": render_auto.get("measured"),
-        "capture": captured["capture"],
+        "capture": captured.get("capture"),
         "peak_gb": max(peaks) / 1e9,
         "activations_gb": (max(peaks) - before) / 1e9,
     }
@@ -104,14 +110,14 @@ def measure(model, size: str) -> dict:
     return row
 
 
-def first_step(model, size: str):
+def first_step(model, size: Size) -> Callable[[], object]:
     """A call of the step at the start of a render."""
-    prepared = prepare(model, request(size), Timeline(None, device=model.device))
+    prepared = prepare(model, clip_request(model, size), Timeline(None, device=model.device))
     inputs = prepared.inputs(0, prepared.start)
     return lambda: denoise_step(model.module, prepared.constants[0], inputs)
 
 
-def by_events(model, size: str, wall_ms: float) -> dict:
+def by_events(model, size: Size, wall_ms: float) -> dict:
     """GPU time of an eager step by both ways of gpu_time.py; None where the host was too slow for the way."""
     with torch.inference_mode():
         step = first_step(model, size)
@@ -132,7 +138,7 @@ def by_events(model, size: str, wall_ms: float) -> dict:
     return found
 
 
-def profile(model, size: str) -> dict:
+def profile(model, size: Size) -> dict:
     """Activity of one eager step under CUPTI."""
     with torch.inference_mode():
         step = first_step(model, size)
@@ -148,34 +154,44 @@ def profile(model, size: str) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    """What CUPTI has not measured yet is `-`."""
-    lines = [
-        (
-            "| size | eager ms | GPU ms (CUPTI) | busy | launches | graphed ms | graphed GPU ms | equal "
-            "| copies, waits | capture ms (warm-up + record + first replay) | graph MB | peak GB |"
-        ),
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    """What is not measured, or not yet by CUPTI, is `-`."""
+    head = [
+        "size", "eager ms", "GPU ms (CUPTI)", "busy", "launches", "graphed ms", "graphed GPU ms", "equal",
+        "copies, waits", "capture ms (warm-up + record + first replay)", "graph MB", "peak GB",
+    ]  # fmt: skip
+    lines = []
     for r in rows:
-        capture = r["capture"]
-        profiled = ["-"] * 4
+        capture, gpu = r["capture"], r["graphed_gpu_ms"]
+        profiled, captured = ["-"] * 4, ["-"] * 2
         if "eager_gpu_ms" in r:
             profiled = [
                 f"{r['eager_gpu_ms']:.1f}",
-                f"{r['eager_gpu_ms'] / r['eager_ms']:.0%}",
+                f"{r['eager_gpu_ms'] / r['eager_ms']['median']:.0%}",
                 str(r["launches"]),
                 f"{r['copies_in_step']}, {sum(r['host_waits_in_step'].values())}",
             ]
+        if capture:
+            parts = (capture["warmup_ms"], capture["capture_ms"], capture["first_replay_ms"])
+            captured = [
+                " + ".join(f"{ms:.0f}" for ms in parts),
+                f"{(capture['graph_bytes'] + capture['static_bytes']) / 2**20:.0f}",
+            ]
+        walls = (r["eager_ms"], r["graphed_ms"])
+        eager, graphed = (f"{s['median']:.1f} ({s['min']:.1f}-{s['max']:.1f})" for s in walls)
         lines.append(
-            f"| {r['size']} | {r['eager_ms']:.1f} ({r['eager_range_ms'][0]:.1f}-{r['eager_range_ms'][1]:.1f}) "
-            f"| {' | '.join(profiled[:3])} "
-            f"| {r['graphed_ms']:.1f} ({r['graphed_range_ms'][0]:.1f}-{r['graphed_range_ms'][1]:.1f}) "
-            f"| {r['graphed_gpu_ms']:.1f} | {r['equal_bit_for_bit']} "
-            f"| {profiled[3]} "
-            f"| {capture['warmup_ms']:.0f} + {capture['capture_ms']:.0f} + {capture['first_replay_ms']:.0f} "
-            f"| {(capture['graph_bytes'] + capture['static_bytes']) / 2**20:.0f} | {r['peak_gb']:.1f} |"
+            [
+                r["size"],
+                eager,
+                *profiled[:3],
+                graphed,
+                "-" if gpu is None else f"{gpu['median']:.1f}",
+                str(r["equal_bit_for_bit"]),
+                profiled[3],
+                *captured,
+                f"{r['peak_gb']:.1f}",
+            ]
         )
-    return "\n".join(lines)
+    return markdown(head, lines)
 
 
 def agreement(rows: list[dict], gap: dict) -> str:

@@ -1,29 +1,28 @@
 """The distilled two-stage render with sound, 384x256 -> 768x512, from text and image: phases, eager against graphed.
 
     python3 dev.py bench two_stage [t2v i2v] [--decoder conv|diffusion] [--replays 3] [--json FILE]
+        [--tiny]
 
 Two requests (seed and prompt both differ) are rendered eager and, three times in turns, graphed; frames and waveform
 are compared bit for bit. Weights are random: times, memory and bits are real, pictures and sound are not.
 """
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import statistics
 import time
 
 import torch
-from full_size import (
+from _models import (
     FRAME_RATE,
-    RandomAudioVAE,
-    RandomDiffusionVAE,
-    RandomTransformer,
-    RandomUpsampler,
-    RandomVideoEncoder,
-    RandomVideoVAE,
-    environment,
-    request,
+    clip_request,
+    clip_sizes,
+    device_of,
+    finish,
+    open_each,
+    parse,
+    parser_of,
+    synchronize,
 )
 
 from ltx_runtime.conditioning import audio_state, replace_frame, text_to_video_state
@@ -32,66 +31,61 @@ from ltx_runtime.schedules import distilled_stage2_sigmas
 from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape
 from ltx_runtime.timing import Timeline
 
-DECODERS = {"conv": RandomVideoVAE, "diffusion": RandomDiffusionVAE}
+DECODERS = ("conv", "diffusion")
 
 
 class Models:
-    def __init__(self, device: torch.device, decoder: str):
-        self.transformer = RandomTransformer(device)
-        self.upsampler = RandomUpsampler(device)
-        self.vae = DECODERS[decoder](device)
-        self.audio_vae = RandomAudioVAE(device)
-        self.encoder = RandomVideoEncoder(device)
-        for model in vars(self).values():
-            model.ensure_resident()
+    """All of a two-stage render with sound. size: of the first stage's clip."""
+
+    def __init__(self, decoder: str, tiny: bool):
+        opened = open_each(("transformer", "upsampler", decoder, "audio", "encoder"), tiny)
+        self.transformer, self.upsampler = opened["transformer"], opened["upsampler"]
+        self.vae, self.audio_vae, self.encoder = opened[decoder], opened["audio"], opened["encoder"]
+        self.device = device_of(tiny)
+        self.size = clip_sizes(("S0",), tiny)["S0"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("kinds", nargs="*", metavar="t2v|i2v", help="both by default")
     parser.add_argument("--decoder", choices=DECODERS, default="conv")
     parser.add_argument("--replays", type=int, default=3)
-    parser.add_argument("--json", help="write the full numbers here")
-    arguments = parser.parse_args()
+    arguments = parse(parser, kinds=["t2v"], replays=1)
     arguments.kinds = arguments.kinds or ["t2v", "i2v"]
-    models = Models(torch.device("cuda", 0), arguments.decoder)
+    models = Models(arguments.decoder, arguments.tiny)
     rows = []
     for kind in arguments.kinds:
         rows.append(measure(models, kind, arguments.replays))
         print(words(rows[-1]), flush=True)
     again = render(models, "t2v", 1, "on")[2] if len(arguments.kinds) == 2 else None
     counters = models.transformer.graphs.counters
-    result = {
-        "benchmark": "two_stage",
+    found = {
         "decoder": arguments.decoder,
-        "environment": environment(),
-        "rows": rows,
         "t2v_after_i2v": None if again is None else [graph["steps"] for graph in again],
         "captures": counters.captures,
         "hits": counters.hits,
     }
-    print(f"captures {counters.captures}, hits {counters.hits}; t2v after i2v: {result['t2v_after_i2v']}")
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(result, file, indent=1)
-    print(json.dumps(result))
+    last = f"captures {counters.captures}, hits {counters.hits}; t2v after i2v: {found['t2v_after_i2v']}"
+    finish("two_stage", arguments, models.device, "\n".join([*map(words, rows), last]), rows, **found)
 
 
 def render(
     models: Models, kind: str, case: int, mode: str
 ) -> tuple[torch.Tensor, torch.Tensor, list[dict], Timeline, float]:
     """Frames, waveform, graph accounts of both stages, timeline, wall ms."""
-    timeline = Timeline(None, device=models.transformer.device)
-    first = request("S0", seed=case, prompt=case)
+    timeline = Timeline(None, device=models.device)
+    width, height, _ = models.size
+    first = clip_request(models.transformer, models.size, seed=case, prompt=case)
     if kind == "i2v":
         first = dataclasses.replace(first, noise_convention="reference")
-    torch.cuda.synchronize()
+    synchronize(models.device)
     started = time.perf_counter()
     with timeline.segment("stage 1"):
         if kind == "i2v":
-            picture = torch.rand(1, 512, 768, 3, generator=torch.Generator().manual_seed(case))
+            picture = torch.rand(1, 2 * height, 2 * width, 3, generator=torch.Generator().manual_seed(case))
             small, large = (
-                models.encoder.encode(picture, size=size, timeline=timeline) for size in ((384, 256), (768, 512))
+                models.encoder.encode(picture, size=(scale * width, scale * height), timeline=timeline)
+                for scale in (1, 2)
             )
             first = dataclasses.replace(first, video=replace_frame(first.video.to(small.device), 0, small, 0.7))
         one = sample(models.transformer, first, cuda_graph=mode, timeline=timeline)

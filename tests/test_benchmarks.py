@@ -37,7 +37,7 @@ def run(name: str, *arguments: str) -> tuple[str, dict]:
 
 
 def test_scaling():
-    table, result = run("scaling", "--steps", "1", "--repeats", "1")
+    table, result = run("scaling")
     rows = {row["phase"]: row for row in result["rows"] if row["mode"] == "off"}
     assert {"prepare", "sample.step", "decode.video.chunk", "transfer.to_host", "unaccounted"} <= set(rows)
     assert len(result["sizes"]) == 6 and all(row["points"] == 6 for row in rows.values())
@@ -51,7 +51,7 @@ def test_scaling():
 
 
 def test_load():
-    table, result = run("load", "--repeats", "2")
+    table, result = run("load")
     warm = {row["method"]: row for row in result["rows"] if row["state"] == "warm"}
     assert set(warm) == {"LTX Graph loader", "safetensors.torch.load_file"}
     for row in warm.values():
@@ -61,7 +61,7 @@ def test_load():
 
 
 def test_decode():
-    table, result = run("decode", "S0", "--repeats", "1", "--chunks", "0", "1")
+    table, result = run("decode")
     whole, streamed, diffusion, tiled, sound = result["rows"]
     assert whole["ran_as"].startswith("whole clip") and streamed["ran_as"].startswith("exact stream")
     assert whole["max_difference_to_whole"] == 0 and streamed["max_difference_to_whole"] < 1e-5
@@ -73,8 +73,43 @@ def test_decode():
     assert table.count("| S0 64x64x17 | conv | whole |") == 2  # as soon as it is measured, and at the end
 
 
+def test_step():
+    table, result = run("step")
+    (row,) = result["rows"]
+    assert row["equal_bit_for_bit"] is True and row["eager_ms"]["runs"] == 2 * 7 and row["clip"] == "64x64x17"
+    assert "auto: eager: no CUDA" in table and table.count("| S0 | ") == 2
+
+
+def test_end_to_end():
+    table, result = run("end_to_end")
+    (row,) = result["rows"]
+    assert row["frames"] == [17, 64, 64, 3] and row["eager"]["phases"]["sample.step"]["count"] == 8
+    assert row["verdict"].startswith("not tested: no CUDA") and "| decode.video.chunk | 1 | " in table
+
+
+def test_two_stage():
+    table, result = run("two_stage", "i2v", "--replays", "1")
+    (row,) = result["rows"]
+    assert row["frames"] == [17, 128, 128, 3] and row["frames_and_waveform_equal"] and row["the_two_requests_differ"]
+    assert row["eager"]["phases"]["sample.step"]["count"] == 8 + 3 and "| encode.video.chunk | 2 |" in table
+    assert result["captures"] == 0
+
+
+def test_neighbourhood_attention():
+    table, result = run("neighbourhood_attention")
+    assert [row["name"] for row in result["rows"]] == ["plain torch"] and result["grid"] == [5, 8, 12]
+    assert len(result["checks"]) == 3 and all(check["error"] < 2e-2 for check in result["checks"])
+    assert "plain torch " in table
+
+
+def test_every_benchmark_has_a_test_here():
+    """In which the CPU needs no other argument than --tiny."""
+    names = {path.stem for path in BENCHMARKS.glob("*.py") if not path.stem.startswith("_")} - {"full_size"}
+    assert names and not {name for name in names if f"test_{name}" not in globals()}
+
+
 def test_soak():
-    table, result = run("soak", "--count", "7")
+    table, result = run("soak")
     assert result["wrong"] == 0 and len(result["rows"]) == 7
     assert [row["cancelled"] for row in result["rows"]] == [False] * 6 + [True]
     assert [row["equal"] for row in result["rows"]] == [True] * 6 + [None]
@@ -82,17 +117,17 @@ def test_soak():
 
 
 def test_lora():
-    table, result = run("lora", "--repeats", "1")
+    table, result = run("lora")
     assert [row["action"] for row in result["rows"]][:3] == ["fuse into the base", "other strength", "take out"]
     assert all(row["base_equal"] for row in result["rows"]) and "base bit for bit: True" in table
 
 
 def test_auto():
-    table, result = run("auto", "S0", "--runs", "2", "--steps", "1")
+    table, result = run("auto")
     (row,) = result["rows"]
     assert row["not_slower"] in (True, False) and row["eager_ms"]["runs"] == row["settled_ms"]["runs"] == 2
     assert row["settled_as"] == ["eager"] and row["measured"] is None and row["within_budget"] is True
-    assert "not slower than eager once settled: " in table and "| S0 64x64x9 |" in table
+    assert "not slower than eager once settled: " in table and "| S0 64x64x17 |" in table
 
 
 @pytest.fixture
