@@ -111,11 +111,6 @@ def json_report(
     }
 
 
-def text_report(verdict: Verdict, renders: Mapping[str, Render]) -> str:
-    """The report for people; plain ASCII, made for a monospaced font."""
-    return as_text(json_report(verdict, renders))
-
-
 def environment_of(device: torch.device) -> dict[str, Any]:
     """What the numbers were measured on."""
     on_cuda = device.type == "cuda"
@@ -206,7 +201,7 @@ def _worst_residency(rendered: Sequence[Mapping]) -> dict[str, Any]:
 
 
 def as_text(report: Mapping[str, Any]) -> str:
-    """Write out a report of `json_report`."""
+    """Write out a report of `json_report`: plain ASCII, made for a monospaced font."""
     environment = report["environment"]
     cuda = f", CUDA {environment['cuda']}" if environment["cuda"] else ""
     software = (

@@ -25,14 +25,6 @@ TILES = {"conv": Tiling((0, 0, 2), (0, 0, 1)), "diffusion": Tiling((7, 8, 8), (4
 SHAPES = {"conv": [(1, 1, 2), (3, 1, 3)], "diffusion": [(1, 3, 3), (3, 3, 4)]}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def tiny_vae(kind: str, folder: Path) -> VideoVAE:
     path = TINY_CONV if kind == "conv" else write_tiny_diffusion_vae(folder / "vae.safetensors")
     return load_video_vae(path, device="cpu", dtype=torch.float32)

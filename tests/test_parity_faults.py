@@ -14,7 +14,7 @@ from ltx_runtime.conditioning_file import load_conditioning
 from ltx_runtime.errors import CaptureError, RestartRequiredError
 from ltx_runtime.parity import DIFFERENT, EQUAL, WITHIN_TOLERANCE, first_differing_stage
 from ltx_runtime.parity_run import run_parity
-from ltx_runtime.report_text import json_report, text_report
+from ltx_runtime.report_text import as_text, json_report
 from ltx_runtime.runtime import load_transformer
 from ltx_runtime.sampler import SampleRequest, TextFeatures
 from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape
@@ -110,7 +110,7 @@ def test_one_element_of_replay_two_is_found_with_its_place(models, request_, gra
     assert verdict.words.endswith("eager repeated: equal")
     # The fault came once, so the rerun could not show it, and the verdict says so.
     assert "first differing stage: latent (the step is not known, a rerun of both came out equal)" in verdict.words
-    text = text_report(verdict, {})
+    text = as_text(json_report(verdict, {}))
     assert "graphed, seed 7, replay 2, latent: 1 of 512 values, in 1 of 2 frames; largest 0.01 at batch 0" in text
     assert "compared: 7 x latent, 7 x audio latent, 7 x unclamped frames, 7 x frames; " in text
 

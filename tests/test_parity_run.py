@@ -14,7 +14,7 @@ from ltx_runtime.conditioning_file import load_conditioning
 from ltx_runtime.errors import RequestError
 from ltx_runtime.parity import DIFFERENT, EQUAL, NOT_TESTED
 from ltx_runtime.parity_run import judge_clips, run_parity
-from ltx_runtime.report_text import text_report
+from ltx_runtime.report_text import as_text, json_report
 from ltx_runtime.runtime import load_transformer
 from ltx_runtime.sampler import SampleRequest, TextFeatures, sample
 from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape
@@ -119,7 +119,7 @@ def test_clips_without_frames_are_not_tested():
     outcome = judge_clips((none, none), None, (OFF, GRAPHED), tolerance=0.0)
     assert outcome.verdict.words == "not tested: frames empty: 0x8x8x3"
     assert outcome.verdict.numbers["first_stage"] is None
-    assert "compared: 1 x frames; 1 empty:" in text_report(outcome.verdict, {})
+    assert "compared: 1 x frames; 1 empty:" in as_text(json_report(outcome.verdict, {}))
     assert judge_clips((none, clip()), None, (OFF, GRAPHED), tolerance=0.0).verdict.status == DIFFERENT
 
 

@@ -13,7 +13,7 @@ import torch
 from ltx_runtime import report_text
 from ltx_runtime.loop_activity import LoopActivity
 from ltx_runtime.parity import Arm, Trial, compare_frames, frame_range, judge
-from ltx_runtime.report_text import as_text, environment_of, json_report, phase_table, residency, text_report
+from ltx_runtime.report_text import as_text, environment_of, json_report, phase_table, residency
 from ltx_runtime.timing import Timeline
 
 TYPES = {"str": str, "bool": bool, "int": int, "number": (int, float)}
@@ -174,7 +174,7 @@ def test_notes_on_the_report_itself_stand_at_its_head():
 
 
 def test_the_text_says_what_a_person_asks_for():
-    text = text_report(verdict(), {"eager": rendered()})
+    text = as_text(json_report(verdict(), {"eager": rendered()}))
     for words in (
         "parity: not tested: no CUDA; eager repeated: equal",
         "cpu, torch ",
@@ -200,7 +200,7 @@ def test_settings_of_every_kind_are_readable():
         "guidance": {"batching": "auto", "video": {"cfg": 3.0, "stg_blocks": (28,)}, "audio": None},
         "no_loras": [],
     }
-    text = text_report(verdict(), {"eager": render})
+    text = as_text(json_report(verdict(), {"eager": render}))
     for words in (
         "loras (file a.safetensors, strength 0.8) (file b.safetensors, strength -1)",
         "guidance (batching auto, video (cfg 3, stg_blocks 28), audio -)",
@@ -331,7 +331,7 @@ def test_busy_and_idle_shares_by_phase_stand_in_the_report():
     assert found["gpu_busy"]["decode.video.chunk"] == pytest.approx(0.25)
     assert found["gpu_busy"]["prepare.constants"] is None, "nobody measured it"
     assert set(found["nvml_zero_share"].values()) == {0.25}
-    text = text_report(verdict(), {"eager": render})
+    text = as_text(json_report(verdict(), {"eager": render}))
     for words in (
         "one step, between its kernels: 9,195 kernels, GPU ",
         "the whole loop, edges included: 9,195 kernels, GPU 900.0 ms, ",
