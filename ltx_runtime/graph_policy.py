@@ -15,8 +15,10 @@ _CAPTURE_MS = 60.0
 _RECORDING_MS = 0.05
 # Below this gain per step the decision would rest on noise.
 _MINIMUM_GAIN = 1.05
-# A host that takes a smaller share of a piece's time to issue it is ahead of the device for most of it.
-_HOST_LIMITED = 0.8
+# A host that takes a smaller share of a piece's time to issue it is ahead of the device for nearly all of it. Diffusion
+# decodes have short kernels in some stages and long ones in others: replays gained 24 to 33 % at shares of 0.70 to
+# 0.88, and 2 % at 0.39 to 0.59 (H200, benchmarks/results/decode_h200_202611.md).
+_HOST_LIMITED = 0.65
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,8 @@ class IssueMeasurement:
 
 
 def decide_piece(measurement: IssueMeasurement) -> Decision:
-    """Capture a piece of a shape that came back where the host is its limit. Where the host issues faster than the
-    device works, a replay takes as long as the eager piece, and the memory of the recording is for nothing."""
+    """Capture a piece of a shape that came back where the host is its limit, if only in parts. Where the host is ahead
+    all the time, a replay takes as long as the eager piece, and the memory of the recording is for nothing."""
     times = f"host issues in {measurement.issue_ms:.1f} ms, device works {measurement.device_ms:.1f}"
     if measurement.issue_ms < _HOST_LIMITED * measurement.device_ms:
         return Decision(False, f"{times}: not recorded")

