@@ -102,6 +102,13 @@ def test_each_workflow_has_its_twin():
     assert {"text_to_video.json", "demo_text_to_video.json", "demo_parity.json"} <= set(names)
 
 
+def test_each_workflow_has_a_small_picture_for_the_template_list():
+    assert [path.stem for path in WORKFLOWS] == sorted(path.stem for path in (ROOT / "workflows").glob("*.jpg"))
+    for path in WORKFLOWS:
+        content = path.with_suffix(".jpg").read_bytes()
+        assert content.startswith(b"\xff\xd8\xff") and len(content) < 30_000, path.name
+
+
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_workflow_uses_known_nodes(path):
     known = CORE_NODES | set(node_ids().values())

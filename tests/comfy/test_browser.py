@@ -64,6 +64,11 @@ def test_opens_from_the_template_list_with_no_missing_node(opened, name):
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
+def test_shows_its_graph_in_the_template_list(opened, name):
+    assert opened[name]["hasPicture"]
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
 def test_converts_to_its_api_twin(opened, name):
     api = in_bundled_names(opened[name]["api"])
     for node in api.values():

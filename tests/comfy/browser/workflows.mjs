@@ -2,7 +2,7 @@
 //
 //   node workflows.mjs '{"url", "browser", "playwright", "artifacts", "workflows": [{"name", "id", "nodes", "run"}]}'
 //
-// Prints one JSON object: workflow name -> {missing, complaint, api, outcome, error}. test_browser.py starts it.
+// Prints one JSON object: workflow name -> {hasPicture, missing, complaint, api, outcome, error}. test_browser.py starts it.
 import { createRequire } from 'node:module';
 import path from 'node:path';
 
@@ -31,10 +31,27 @@ async function openPage() {
 
 async function openTemplate(page, { name, id, nodes }) {
   await page.evaluate(() => window.app.extensionManager.command.execute('Comfy.BrowseTemplates'));
-  await page.click(`[data-testid="template-workflow-${name}"]`);
+  const card = page.locator(`[data-testid="template-workflow-${name}"]`);
+  await card.scrollIntoViewIfNeeded();
+  // The list shows a copy of its own: by its pixels.
+  const hasPicture = await card.locator('img').first().evaluate(async (img, name) => {
+    const answer = await fetch(`/api/workflow_templates/ComfyUI-LTXGraph/${name}.jpg`);
+    if (!answer.ok) return false;
+    await img.decode();
+    const pixels = (source, { width, height }) => {
+      const context = new OffscreenCanvas(width, height).getContext('2d');
+      context.drawImage(source, 0, 0);
+      return context.getImageData(0, 0, width, height).data.join();
+    };
+    const file = await createImageBitmap(await answer.blob());
+    return pixels(img, { width: img.naturalWidth, height: img.naturalHeight }) === pixels(file, file);
+  }, name);
+  await page.screenshot({ path: path.join(options.artifacts, 'templates.png') });
+  await card.click();
   await page.waitForFunction(
     ([graph, count]) => window.app.graph.id === graph && window.app.graph.nodes.length === count, [id, nodes]);
   await page.waitForSelector('[data-testid="template-workflows-content"]', { state: 'detached' });
+  return hasPicture;
 }
 
 // Types in the graph, subgraphs included, that no installed node registered.
@@ -64,8 +81,9 @@ function runToTheEnd() {
 const results = {};
 const page = await openPage();
 for (const workflow of options.workflows) {
-  await openTemplate(page, workflow);
+  const hasPicture = await openTemplate(page, workflow);
   const result = {
+    hasPicture,
     missing: await page.evaluate(missingTypes),
     complaint: /missing node/i.test(await page.evaluate(() => document.body.innerText)),
     api: await page.evaluate(async () => (await window.app.graphToPrompt()).output),
