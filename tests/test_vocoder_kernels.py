@@ -226,7 +226,7 @@ def vocoder_errors():
 
 
 def tensors_of(tree: object) -> Iterator[torch.Tensor]:
-    """All that own objects and containers hold, but for what belongs to modules and to the 16 kHz signal's way round."""
+    """All that own objects and containers hold, but for modules' and for the upsampling of the 16 kHz signal."""
     from ltx_runtime.audio_vae.filters import Upsampling
 
     if isinstance(tree, torch.Tensor):

@@ -120,7 +120,8 @@ def _try_triton(q: Tensor, k: Tensor, v: Tensor, kernel_size: Sizes, out: Tensor
 
 
 def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    return triton_refusal(device, dtype, TRITON_OWNER) or (f"head_dim {head_dim} is above 64" if head_dim > 64 else None)
+    too_wide = f"head_dim {head_dim} is above 64" if head_dim > 64 else None
+    return triton_refusal(device, dtype, TRITON_OWNER) or too_wide
 
 
 def _kitchen_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

@@ -1,5 +1,6 @@
-"""Draws the pictures of the bundled workflows in ComfyUI's template list: `python tests/comfy/make_thumbnails.py` in .venv,
-with the repository root on PYTHONPATH. They show the graphs, no renders. It needs the browser of the browser tests.
+"""Draws the pictures of the bundled workflows in ComfyUI's template list: `python tests/comfy/make_thumbnails.py` in
+.venv, with the repository root on PYTHONPATH. They show the graphs, no renders. It needs the browser of the browser
+tests.
 """
 
 from __future__ import annotations
