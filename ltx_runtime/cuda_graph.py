@@ -30,6 +30,7 @@ from . import host_waits
 from .errors import CaptureError, MemoryShortageError, RestartRequiredError
 from .memory import is_out_of_memory
 from .tensor_tree import map_tensors, named_tensors, static_values
+from .timing import Timeline
 
 # Called with a phase name of the log, gives the context manager to run that part in.
 Phase = Callable[[str], contextlib.AbstractContextManager]
@@ -336,6 +337,11 @@ def _keep_for_ever(remains: Any) -> None:
     """What the async allocator must never see freed, not even while the interpreter shuts down: it would abort the
     process."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(remains))
+
+
+def note_graphs(timeline: Timeline, phase: str, words: str, *, eager: bool = False) -> None:
+    """Note what became of the graphs of a decode. eager: it ran without, in whole or in part."""
+    timeline.note(phase, GRAPH_NOTE + words, eager=eager)
 
 
 def unavailable_reason(device: torch.device) -> str | None:

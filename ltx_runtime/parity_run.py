@@ -287,14 +287,25 @@ def run_parity(
     if measure_residency:
         activities = _activities(arms, vae, plan, eager[0], graphed if not refused else [])
     decodes = {arm: _said_of_decodes(timeline) for arm, timeline in arms.timelines.items()}
-    return dataclasses.replace(judged, graphs=graphs, activities=activities, decodes=decodes)
+    verdict = judged.verdict
+    eager_decodes = _said_of_decodes(arms.timelines[GRAPHED], of_eager_ones=True) if graphed else []
+    if eager_decodes:
+        how = f"in the {GRAPHED} arm decodes ran eager, in whole or in part"
+        words = f"{verdict.words}; {how}: {', '.join(eager_decodes)}"
+        verdict = dataclasses.replace(verdict, words=words)
+    return dataclasses.replace(judged, verdict=verdict, graphs=graphs, activities=activities, decodes=decodes)
 
 
-def _said_of_decodes(timeline: Timeline) -> list[str]:
-    """What was noted about the CUDA graphs of decodes, each thing once."""
-    notes = (event for event in timeline.events if event["event"] == "note" and event["phase"].startswith("decode."))
-    found = (f"{note['phase']}: {note['message']}" for note in notes if note["message"].startswith(GRAPH_NOTE))
-    return list(dict.fromkeys(found))
+def _said_of_decodes(timeline: Timeline, *, of_eager_ones: bool = False) -> list[str]:
+    """What was noted about the CUDA graphs of decodes, each thing once. of_eager_ones: only where one ran without, in
+    whole or in part."""
+    notes = (
+        event
+        for event in timeline.events
+        if event["event"] == "note" and event["phase"].startswith("decode.") and event["message"].startswith(GRAPH_NOTE)
+    )
+    kept = (note for note in notes if note["attrs"].get("eager") or not of_eager_ones)
+    return list(dict.fromkeys(f"{note['phase']}: {note['message']}" for note in kept))
 
 
 def _activities(

@@ -144,6 +144,10 @@ def decoded(vae: VideoVAE, latent: torch.Tensor, **settings) -> tuple[torch.Tens
     return frames, words_of(timeline)
 
 
+def ran_eager(timeline: Timeline) -> bool:
+    return any(event["attrs"].get("eager") for event in timeline.events if event["event"] == "note")
+
+
 def words_of(timeline: Timeline) -> str:
     notes = [event["message"] for event in timeline.events if event["event"] == "note"]
     return "\n".join(note.removeprefix("CUDA graph: ") for note in notes if note.startswith("CUDA graph"))
@@ -175,6 +179,22 @@ def test_a_clip_that_runs_whole_is_one_piece_recorded_once(recorded, kind):
     assert said[0].startswith("1 recorded of 1 pieces; recordings hold")
     assert said[2].startswith("1 replayed of 1 pieces")
     assert recorded.graphs.counters.captures == 1
+
+
+def test_what_ran_eager_is_marked_in_the_notes(conv):
+    latent = random_latent(conv, (3, 1, 2))
+    marks = []
+    for error in (None, None, CaptureError("capture failed: x")):
+        timeline = Timeline(None)
+        if error is not None:
+            conv.graphs.error = error
+            conv.graphs.close()
+        conv.decode(latent, cuda_graph="on", timeline=timeline)
+        marks.append(ran_eager(timeline))
+    assert marks == [False, False, True]
+    timeline = Timeline(None)
+    conv.decode(latent, cuda_graph="on", graphs_refused="the host says no", timeline=timeline)
+    assert ran_eager(timeline)
 
 
 def test_the_clips_of_a_batch_are_one_recording(recorded, kind):

@@ -11,6 +11,7 @@ import torch
 from ltx_runtime import parity_run, sampler, stages, tiny
 from ltx_runtime.conditioning import audio_state, text_to_video_state
 from ltx_runtime.conditioning_file import load_conditioning
+from ltx_runtime.cuda_graph import note_graphs
 from ltx_runtime.errors import CaptureError, RestartRequiredError
 from ltx_runtime.parity import DIFFERENT, EQUAL, WITHIN_TOLERANCE, first_differing_stage
 from ltx_runtime.parity_run import run_parity
@@ -107,7 +108,7 @@ def test_one_element_of_replay_two_is_found_with_its_place(models, request_, gra
     assert latents[0]["first"] == {"batch": 0, "channel": 17, "frame": 1, "y": 0, "x": 1}
     assert latents[0]["max_abs"] == pytest.approx(0.01, rel=1e-3)
     assert latents[0]["group_max"][0] == 0 and latents[0]["group_max"][1] > 0
-    assert verdict.words.endswith("eager repeated: equal")
+    assert "; eager repeated: equal; in the graphed arm decodes ran eager" in verdict.words
     # The fault came once, so the rerun could not show it, and the verdict says so.
     assert "first differing stage: latent (the step is not known, a rerun of both came out equal)" in verdict.words
     text = as_text(json_report(verdict, {}))
@@ -176,7 +177,7 @@ def test_the_graphed_arm_alone_is_decoded_by_graphs(models, request_, graphed_ar
     def seen(latent, *, cuda_graph, timeline, **settings):
         modes.append(cuda_graph)
         clip = real(latent, cuda_graph="off", timeline=timeline, **settings)
-        timeline.note("decode.video.chunk", f"CUDA graph: {cuda_graph}")
+        note_graphs(timeline, "decode.video.chunk", cuda_graph, eager=cuda_graph == "off")
         timeline.note("decode.video.chunk", "something else")
         return clip
 
@@ -185,6 +186,15 @@ def test_the_graphed_arm_alone_is_decoded_by_graphs(models, request_, graphed_ar
     assert modes == ["off", "on", "on", "off"]
     noted = {arm: [f"decode.video.chunk: CUDA graph: {how}"] for arm, how in (("eager", "off"), ("graphed", "on"))}
     assert outcome.decodes == noted | {"eager repeated": noted["eager"]}
+    assert outcome.verdict.status == EQUAL and "decodes ran eager" not in outcome.verdict.words
+
+
+def test_a_verdict_does_not_pass_eager_decodes_off_as_graphed(models, request_, graphed_arm):
+    verdict = run(models, request_, replays=1, seeds=1).verdict
+    assert verdict.status == EQUAL and verdict.words.startswith("equal: graphed equals eager bit for bit on ")
+    assert verdict.words.endswith(
+        "; in the graphed arm decodes ran eager, in whole or in part: decode.video.chunk: CUDA graph: eager, no CUDA"
+    )
 
 
 def test_a_small_fault_is_within_a_tolerance_and_never_bit_exact(models, request_, graphed_arm):

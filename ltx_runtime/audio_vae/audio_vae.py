@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checkpoint import CheckpointHeader, Progress, planned_bytes, read_header, require_component
-from ..cuda_graph import GRAPH_NOTE, GraphCache, GraphKey, unavailable_reason
+from ..cuda_graph import GraphCache, GraphKey, note_graphs, unavailable_reason
 from ..errors import CaptureError, NonFiniteError, RequestError, RestartRequiredError, ShapeError
 from ..resident_weights import ResidentModule
 from ..step_runner import CUDA_GRAPH_MODES
@@ -184,7 +184,7 @@ class AudioVAE(ResidentModule):
                 if decoded is not None:
                     return decoded
                 if refused and cuda_graph == "on":
-                    timeline.note(DECODE_PHASE, f"{GRAPH_NOTE}eager, {refused}")
+                    note_graphs(timeline, DECODE_PHASE, f"eager, {refused}", eager=True)
             workspace = self.module.workspace(batch, frames)
             return _run(DECODE_PHASE, self.module.decode_stages(workspace), latent, timeline, check_cancelled)
 
@@ -243,7 +243,7 @@ class AudioVAE(ResidentModule):
             except CaptureError as error:
                 refused = str(error)
         logger.warning("audio decode: eager, %s", refused)
-        timeline.note(DECODE_PHASE, f"{GRAPH_NOTE}eager, {refused}")
+        note_graphs(timeline, DECODE_PHASE, f"eager, {refused}", eager=True)
         return None
 
     def encode(

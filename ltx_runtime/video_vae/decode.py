@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..checkpoint import CheckpointHeader, Progress, read_header, require_component
 from ..config import ConvVAEConfig, DiffusionVAEConfig
-from ..cuda_graph import GRAPH_NOTE, GraphCache, unavailable_reason
+from ..cuda_graph import GraphCache, note_graphs, unavailable_reason
 from ..errors import NonFiniteError, RequestError, ShapeError
 from ..memory import DeviceMemoryError, available_host_bytes, device_free_bytes, in_words, is_out_of_memory
 from ..resident_weights import ResidentModule
@@ -293,8 +293,10 @@ class VideoVAE(ResidentModule):
                     failure = error.with_traceback(None)  # whose frames keep the failed run's memory
                 else:
                     if recorder is not None:
-                        timeline.note(PHASE, GRAPH_NOTE + recorder.finish())
+                        note_graphs(timeline, PHASE, recorder.finish(), eager=recorder.ran_eager)
                     return result
+                if mode != "off":
+                    note_graphs(timeline, PHASE, "eager, out of memory before", eager=True)
                 mode, recorder = "off", None
                 if self.device.type == "cuda":
                     torch.cuda.empty_cache()  # cuDNN, cuBLAS and Triton take theirs from the device itself
@@ -302,7 +304,7 @@ class VideoVAE(ResidentModule):
                     # The same plan again: it may have had room without them.
                     held = in_words(self.graphs.device_bytes)
                     self.graphs.close()
-                    timeline.note(PHASE, f"{GRAPH_NOTE}out of memory beside recordings of {held}: dropped, once more")
+                    note_graphs(timeline, PHASE, f"out of memory beside recordings of {held}: dropped, once more")
                     continue
                 smaller = None
                 if may_shrink:
@@ -317,7 +319,7 @@ class VideoVAE(ResidentModule):
         if len(self.graphs) and free is not None and free < plan.peak_bytes:
             held = in_words(self.graphs.device_bytes)
             self.graphs.close()
-            timeline.note(PHASE, f"{GRAPH_NOTE}recordings of {held} dropped, to make room")
+            note_graphs(timeline, PHASE, f"recordings of {held} dropped, to make room")
 
     def _free_beside_recordings(self) -> int | None:
         free = device_free_bytes(self.device)
@@ -424,7 +426,7 @@ class _GraphsWanted:
         """The mode, "off" where there can be no graphs; for "on" a note then says why."""
         reason = "" if self.mode == "off" else self.refused or unavailable_reason(device)
         if reason and self.mode == "on":
-            timeline.note(PHASE, f"{GRAPH_NOTE}eager, {reason}")
+            note_graphs(timeline, PHASE, f"eager, {reason}", eager=True)
         return "off" if reason else self.mode
 
 

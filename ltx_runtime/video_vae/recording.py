@@ -133,6 +133,11 @@ class PieceRecorder:
 
         return called
 
+    @property
+    def ran_eager(self) -> bool:
+        """Whether any piece did."""
+        return self._ran["eager"] > 0
+
     def finish(self) -> str:
         """The decode is over: what there is to say, in words."""
         self._settle()
