@@ -2,9 +2,10 @@
 tiles against the whole.
 
     python3 dev.py bench decode [S0 S1 S2] [--decoder conv diffusion audio] [--chunks 0 1] [--repeats 5]
-        [--no-profile] [--json FILE] [--tiny]
+        [--cuda-graph] [--no-profile] [--json FILE] [--tiny]
 
-Everything runs eager. A chunk is a number of latent frames, 0 the whole clip; the diffusion decoder has no chunks.
+Everything runs eager; --cuda-graph adds a table of the same video decodes by recordings. A chunk is a number of latent
+frames, 0 the whole clip; the diffusion decoder has no chunks.
 Tiles are those of ComfyUI's template for LTX-2.5: 512 pixels that share 64, 64 frames that share 16; where a decoder
 needs more overlap it takes it and says so. All tiles take their noise from one canvas, so differences show seams.
 Sound is 5 seconds. GPU time comes from CUPTI at the very end.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from _models import (
@@ -33,6 +35,7 @@ from _models import (
 )
 
 from ltx_runtime.audio_vae import AudioVAE
+from ltx_runtime.cuda_graph import GRAPH_NOTE
 from ltx_runtime.gpu_activity import measure_gpu_busy
 from ltx_runtime.seams import compare_at_seams
 from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape, audio_latent_frames
@@ -52,6 +55,7 @@ def main() -> None:
     parser.add_argument("--decoder", nargs="+", choices=DECODERS, default=DECODERS)
     parser.add_argument("--chunks", type=int, nargs="+", default=[0, 1], help="beside the planned one, 0 = whole")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--cuda-graph", action="store_true", help="video decodes by recordings too")
     parser.add_argument("--no-profile", action="store_true", help="no CUPTI")
     arguments = parse(parser, sizes=["S0"], repeats=1)
     device = device_of(arguments.tiny)
@@ -66,6 +70,12 @@ def main() -> None:
         for case in cases_of(models[decoder], decoder, name, size, arguments.chunks, tiles)
     ]
     rows = measure_video(cases, arguments.repeats)
+    tables = []
+    if arguments.cuda_graph:
+        for row, case in zip(rows, cases):
+            row["recorded"] = measure_recorded(case, arguments.repeats)
+            print(f"{recorded_table([row])}\n", flush=True)
+        tables = [recorded_table(rows)]
     sound = []
     if "audio" in arguments.decoder:
         latent = sound_latent(TINY_SECONDS if arguments.tiny else SECONDS).to(device)
@@ -78,7 +88,8 @@ def main() -> None:
             print(f"{table([row])}\n", flush=True)
         for row in sound:
             row |= profile(lambda: models["audio"].decode(latent), device)
-    finish("decode", arguments, device, table(rows) + "\n\n" + sound_table(sound), [*rows, *sound])
+    tables = "\n\n".join([table(rows), *tables, sound_table(sound)])
+    finish("decode", arguments, device, tables, [*rows, *sound])
 
 
 @dataclass(frozen=True)
@@ -155,6 +166,39 @@ def measure_video(cases: list[Case], repeats: int) -> list[dict]:
     return rows
 
 
+def measure_recorded(case: Case, repeats: int) -> dict:
+    """On the device. What auto comes to say of this decode, and how it is by recordings: the first time, when they are
+    made, and replayed; None where none was made."""
+    vae, latent, plan = case.vae, case.latent(), case.plan
+    decode = partial(vae.decode_raw, latent, plan=plan)
+    vae.graphs.close()
+    vae.graphs.forget_measurements()
+    expected = decode(cuda_graph="off")
+    auto = [said_of_graphs(decode, vae, "auto") for _ in range(3)][-1]
+    vae.graphs.close()
+    first_ms, _ = timed(vae, decode, cuda_graph="on")
+    graphs = len(vae.graphs)
+    found = {
+        "auto": auto,
+        "on": said_of_graphs(decode, vae, "on"),
+        "recordings": graphs,
+        "held_bytes": vae.graphs.device_bytes,
+        "planned_bytes": plan.recording_bytes,
+        "bit_for_bit": torch.equal(decode(cuda_graph="on"), expected),
+        "first_ms": first_ms if graphs else None,
+        "replayed_ms": spread([timed(vae, decode, cuda_graph="on")[0] for _ in range(repeats)]) if graphs else None,
+    }
+    vae.graphs.close()
+    return found
+
+
+def said_of_graphs(decode: Callable[..., torch.Tensor], vae: VideoVAE, cuda_graph: str) -> str:
+    timeline = Timeline(None, device=vae.device)
+    decode(cuda_graph=cuda_graph, timeline=timeline)
+    notes = [event["message"] for event in timeline.events if event["event"] == "note"]
+    return "; ".join(note.removeprefix(GRAPH_NOTE) for note in notes if note.startswith(GRAPH_NOTE))
+
+
 def differences(
     frames: torch.Tensor, whole: torch.Tensor | None, device: torch.device
 ) -> tuple[float | None, float | None, int | None]:
@@ -189,7 +233,7 @@ def measure_sound(vae: AudioVAE, latent: torch.Tensor, repeats: int) -> dict:
 
 
 def timed(
-    vae: VideoVAE | AudioVAE, decode: Callable[..., torch.Tensor], latent: torch.Tensor, **given
+    vae: VideoVAE | AudioVAE, decode: Callable[..., torch.Tensor], *latent: torch.Tensor, **given
 ) -> tuple[float, int | None]:
     """Wall ms, and the device memory that it took beyond what was there, None on the CPU."""
     cuda = vae.device.type == "cuda"
@@ -199,7 +243,7 @@ def timed(
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
     started = time.perf_counter()
-    result = decode(latent, timeline=timeline, **given)
+    result = decode(*latent, timeline=timeline, **given)
     if cuda:
         torch.cuda.synchronize()
     wall_ms = (time.perf_counter() - started) * 1e3
@@ -255,6 +299,40 @@ def table(rows: list[dict]) -> str:
         )
     seams = [f"- {row['pixels']} {row['decoder']}: {row['seams']['words']}" for row in rows if row["seams"]]
     return "\n\n".join([markdown(head, lines), *(["Tiles against the whole:\n\n" + "\n".join(seams)] if seams else [])])
+
+
+def recorded_table(rows: list[dict]) -> str:
+    head = [
+        "by recordings",
+        "decoder",
+        "how",
+        "eager, on the device ms",
+        "replayed ms (min-max)",
+        "with the recording ms",
+        "held / planned MB",
+        "bits of eager",
+        "on",
+        "auto, third use",
+    ]
+    lines = []
+    for row in rows:
+        found, replayed = row["recorded"], row["recorded"]["replayed_ms"]
+        ran = found["recordings"] > 0
+        lines.append(
+            [
+                f"{row['size']} {row['pixels']}",
+                row["decoder"],
+                row["how"],
+                f"{row['decode_raw_ms']['median']:.1f}",
+                f"{replayed['median']:.1f} ({replayed['min']:.1f}-{replayed['max']:.1f})" if ran else "-",
+                f"{found['first_ms']:.1f}" if ran else "-",
+                f"{found['held_bytes'] / 1e6:.0f} / {found['planned_bytes'] / 1e6:.0f}" if ran else "-",
+                str(found["bit_for_bit"]),
+                found["on"],
+                found["auto"] or "-",
+            ]
+        )
+    return markdown(head, lines)
 
 
 def sound_table(rows: list[dict]) -> str:

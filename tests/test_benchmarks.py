@@ -108,6 +108,15 @@ def test_every_benchmark_has_a_test_here():
     assert names and not {name for name in names if f"test_{name}" not in globals()}
 
 
+def test_decode_by_recordings_says_that_there_is_no_cuda():
+    table, result = run("decode", "S0", "--repeats", "1", "--chunks", "0", "--decoder", "conv", "--cuda-graph")
+    recorded = result["rows"][0]["recorded"]
+    assert recorded["on"] == "eager, no CUDA" and recorded["bit_for_bit"] is True
+    assert recorded["recordings"] == recorded["held_bytes"] == 0 < recorded["planned_bytes"]
+    assert recorded["first_ms"] is recorded["replayed_ms"] is None
+    assert table.count("| eager, no CUDA | - |") == 2
+
+
 def test_soak():
     table, result = run("soak")
     assert result["wrong"] == 0 and len(result["rows"]) == 7
