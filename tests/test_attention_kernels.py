@@ -1,18 +1,12 @@
 """The attention's Triton kernels in Triton's interpreter against float64, on odd widths, heads and tokens.
 
-A process of its own, as in test_triton_kernels.py.
+A process of its own, see triton_interpreter.py.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
 import torch
+from triton_interpreter import check_cases, needs_triton
 
 from ltx_runtime.transformer.attention import Attention
 from ltx_runtime.transformer.inputs import GuideBias
@@ -31,17 +25,9 @@ GATED = [(1, 1, 1, 16, torch.float32), (2, 7, 3, 12, torch.float32), (1, 300, 5,
 MODULES = ["self", "cross", "text", "one head", "skip", "keep", "no gates", "guides", "eps"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 def test_the_kernels_compute_what_the_plain_path_does():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line.rsplit(maxsplit=2) for line in done.stdout.splitlines()]
-    assert len(lines) == 2 * len(ROTATED) + len(GATED) + len(MODULES)
-    bad = [name for name, error, tolerance in lines if not float(error) <= float(tolerance)]
-    assert not bad, done.stdout
+    check_cases(__file__, 2 * len(ROTATED) + len(GATED) + len(MODULES))
 
 
 def main() -> None:

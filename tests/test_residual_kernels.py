@@ -1,24 +1,19 @@
 """The denoiser's fused passes in Triton's interpreter: the kernel against float64, and whole forward passes against the
-goldens that the plain path is held to. A process of its own, as in test_triton_kernels.py.
+goldens that the plain path is held to. A process of its own, see triton_interpreter.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
 import torch
 import torch.nn.functional as F
 from golden_kinds import metadata, worst_error
 from golden_kinds.forward import TOLERANCE, load_case
 from golden_kinds.transformer_weights import golden_transformer
-from test_vocoder_kernels import let_the_interpreter_count
+from triton_interpreter import check_cases, let_the_interpreter_count, needs_triton
 
 HERE = Path(__file__).parent
 EPS = 1e-6
@@ -33,17 +28,9 @@ GOLDENS = sorted((HERE / "goldens").glob("transformer_fwd_*.safetensors"))
 FORWARDS = [(path, "reference") for path in GOLDENS] + [(path, "comfyui") for path in GOLDENS if "stg" in path.stem]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 def test_the_fused_passes_compute_what_the_plain_ones_do():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
-    done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line.rsplit(maxsplit=2) for line in done.stdout.splitlines()]
-    assert len(lines) == len(SHAPES) * len(LEVELS) * len(DTYPES) * len(TILES) + len(DTYPES) + len(FORWARDS)
-    bad = [name for name, error, tolerance in lines if not float(error) <= float(tolerance)]
-    assert not bad, done.stdout
+    check_cases(__file__, len(SHAPES) * len(LEVELS) * len(DTYPES) * len(TILES) + len(DTYPES) + len(FORWARDS))
 
 
 def main() -> None:

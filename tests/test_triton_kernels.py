@@ -1,21 +1,16 @@
-"""The Triton kernels in Triton's interpreter, which runs them in numpy, program by program: slow, but it needs no GPU.
-
-The interpreter is switched on before triton is imported, hence a process of its own. Its matrix product can't do bf16.
+"""The video VAEs' Triton kernels in Triton's interpreter against the plain paths. A process of its own, see
+triton_interpreter.py.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-import pytest
 import torch
 from test_neighbourhood_attention import definition, random_qkv
+from triton_interpreter import check_cases, needs_triton
 
 HERE = Path(__file__).parent
 ATTENTION = [
@@ -36,18 +31,10 @@ STRIDES = [(2, 2, 2), (2, 1, 1), (1, 2, 2)]
 POINTWISE = [(16, torch.float32), (24, torch.float16), (64, torch.bfloat16)]  # head_dim, dtype
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 def test_the_kernels_compute_what_the_plain_paths_do():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
-    done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line.rsplit(maxsplit=2) for line in done.stdout.splitlines()]
     cases = len(CONV) * (5 * 2 + 16 + 2)
-    assert len(lines) == len(ATTENTION) + 4 * len(POINTWISE) + cases + 4
-    bad = [name for name, error, tolerance in lines if not float(error) <= float(tolerance)]
-    assert not bad, done.stdout
+    check_cases(__file__, len(ATTENTION) + 4 * len(POINTWISE) + cases + 4)
 
 
 def main() -> None:

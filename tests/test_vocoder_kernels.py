@@ -1,22 +1,17 @@
 """The vocoder's Triton kernels in Triton's interpreter against the plain modules, on odd lengths and widths.
 
-A process of its own, as in test_triton_kernels.py. The interpreter's matrix product can't do bf16: the parts are
+A process of its own, see triton_interpreter.py. The interpreter's matrix product can't do bf16: the parts are
 float16 here, 11 bits each, and the packed weights too.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
 import torch
 import torch.nn.functional as F
+from triton_interpreter import check_cases, let_the_interpreter_count, needs_triton
 
 ROUNDING = 4e-6  # of the largest value
 SNAKES = [
@@ -40,17 +35,9 @@ TRANSPOSED = [(1, 7, 16, 8, 11, 5), (2, 5, 8, 6, 4, 2), (1, 1, 8, 4, 12, 6)]  # 
 SINES = [(10.0, 5e-7), (1e4, 1e-6), (1e5, 2e-6)]  # largest argument, tolerance
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 def test_the_kernels_compute_what_the_modules_do():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line.rsplit(maxsplit=2) for line in done.stdout.splitlines()]
-    assert len(lines) == len(SNAKES) + len(CONVS) + len(TRANSPOSED) + len(SINES) + 5
-    bad = [name for name, error, tolerance in lines if not float(error) <= float(tolerance)]
-    assert not bad, done.stdout
+    check_cases(__file__, len(SNAKES) + len(CONVS) + len(TRANSPOSED) + len(SINES) + 5)
 
 
 def main() -> None:
@@ -71,19 +58,6 @@ def main() -> None:
             print(f"mean of {count}", mean_error(count), ROUNDING)
         for name, error in vocoder_errors():
             print(name, error, ROUNDING)
-
-
-def let_the_interpreter_count() -> None:
-    """Triton 3.6 turns a loop's bound into a number by a conversion that NumPy 2.4 refuses."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patched
 
 
 def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
