@@ -4,10 +4,15 @@ The same on a real device is in gpu/test_decode_memory_gpu.py.
 """
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
+import mmap
+import os
+import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -20,6 +25,7 @@ from ltx_runtime.timing import Timeline
 from ltx_runtime.tiny import write_tiny_diffusion_vae
 from ltx_runtime.video_vae import DecodePlan, VideoVAE, host_frames, load_video_vae
 from ltx_runtime.video_vae.host_frames import HostWriter, allocate_frames, to_frames
+from ltx_runtime.video_vae.in_flight import Pace
 
 TINY_CONV = Path(__file__).parent / "goldens" / "video_vae_conv_tiny.safetensors"
 PHASE = "decode.video.chunk"
@@ -176,6 +182,15 @@ def test_a_whole_clip_of_the_diffusion_decoder_tells_its_progress_and_can_be_can
     assert torch.equal(decoder.vae.decode(decoder.latent), decoder.frames(0))
 
 
+def test_the_host_asks_about_every_hundredth_of_the_work():
+    told, asked = [], []
+    pace = Pace(torch.device("cpu"), lambda: asked.append(None), told.append)
+    for clip, piece in itertools.product(range(2), range(1, 1001)):
+        pace.issued(clip, 2, piece / 1000)
+    assert told == sorted(told) and told[-1] == 1
+    assert 90 < len(told) <= 101 and len(asked) == len(told)
+
+
 @pytest.mark.parametrize("kind", ["conv", "diffusion"])
 def test_tiles_tell_their_progress_too(decoders, kind):
     decoder, told = decoders[kind], []
@@ -278,6 +293,31 @@ def test_frames_made_in_inference_mode_are_filled_too(small_pages):
         with HostWriter(host) as writer:
             writer.copy(source, host, lambda: None).result()
         assert torch.equal(host, source)
+
+
+def test_one_core_is_left_to_the_thread_that_issues(monkeypatch):
+    for cores, threads in ((1, 1), (2, 1), (4, 3), (64, 6)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)), raising=False)
+        assert host_frames._threads() == threads
+
+
+def test_every_page_is_made():
+    memory = torch.full((5 * mmap.PAGESIZE,), 255, dtype=torch.uint8)
+    host_frames._make_pages(memory)
+    assert not memory[:: mmap.PAGESIZE].any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a call of Linux")
+def test_huge_pages_are_asked_for_by_whole_pages_inside_the_frames(monkeypatch):
+    asked = []
+    libc = types.SimpleNamespace(madvise=lambda start, count, advice: asked.append((start.value, count.value, advice)))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: libc)
+    memory = torch.empty(2 * host_frames._PAGES_BYTES, dtype=torch.uint8)[1000:]
+    host_frames._hint_huge_pages(memory)
+    ((start, count, advice),) = asked
+    assert start % mmap.PAGESIZE == count % mmap.PAGESIZE == 0 and advice == mmap.MADV_HUGEPAGE
+    assert memory.data_ptr() <= start and start + count <= memory.data_ptr() + memory.nbytes
+    assert memory.nbytes - count < 2 * mmap.PAGESIZE
 
 
 def test_a_plan_leaves_room_for_the_clips_that_are_kept_beside_it(tiny_diffusion):

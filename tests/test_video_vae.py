@@ -356,8 +356,15 @@ def test_tiles_come_when_the_smallest_chunk_does_not_fit():
 def test_asked_tiles_are_made():
     plan = published_plan(free_bytes=100 * GIB, asked=AskedSizes(512, 64, 80, 24))
     assert plan.tiling == Tiling((10, 0, 16), (3, 2, 2))
+    assert plan.chunk_frames == 11  # whole: a later tile begins one latent frame earlier
     assert "tiles of 80 frames that share 24 and of 512 pixels that share 64" in plan.reason
     assert published_plan(free_bytes=100 * GIB, asked=AskedSizes(tile_size=768, temporal_overlap=8)).tiling is None
+
+
+def test_smaller_tiles_share_no_more_than_half():
+    failed = DecodePlan(1, 1 << 50, "tiles", tiling=Tiling((0, 0, 16), (0, 14, 14)))
+    plan = smaller_decode_plan(published_config(), S1, failed, item_bytes=2, fused=True)
+    assert plan.tiling == Tiling((0, 8, 8), (0, 4, 4))
 
 
 def test_room_is_asked_for_the_smallest_exact_stream():
