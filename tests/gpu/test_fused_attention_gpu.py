@@ -1,4 +1,4 @@
-"""Attention and feed-forward on their fused kernels: as exact as the plain ones, and a capture gives the bits of eager."""
+"""Attention and feed-forward on their fused kernels: as exact as the plain ones, and a capture gives eager's bits."""
 
 from __future__ import annotations
 
@@ -138,7 +138,13 @@ def test_what_attention_gives_needs_no_copy_to_be_flat(tokens, keys, head_dim):
 
 @pytest.mark.parametrize(
     "queries, keys, heads, flash",
-    [(126, 1536, 32, True), (126, 6144, 32, True), (126, 24576, 32, True), (126, 126, 32, False), (6144, 126, 32, False)],
+    [
+        (126, 1536, 32, True),
+        (126, 6144, 32, True),
+        (126, 24576, 32, True),
+        (126, 126, 32, False),
+        (6144, 126, 32, False),
+    ],
 )
 def test_few_queries_on_many_keys_go_to_flash_and_agree(monkeypatch, queries, keys, heads, flash):
     q, k, v = (random(1, count, heads, 64, seed=seed) for seed, count in enumerate((queries, keys, keys)))
