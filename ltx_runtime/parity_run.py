@@ -51,6 +51,8 @@ from .video_vae.tiling import TileOverlaps
 EAGER, GRAPHED, REPEATED = "eager", "graphed", "eager repeated"
 PARTLY_GRAPHED = "partly graphed"
 _LAST_SEED = 2**64 - 1
+# The setting of a render that asks for CUDA graphs of its video decode.
+DECODE_GRAPH = "decode_cuda_graph"
 _LATENTS = ("latent", "audio latent")
 _LONGEST_NAME = 48
 
@@ -83,6 +85,7 @@ def judge_clips(
     settings: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
     tiles: tuple[TileOverlaps | None, TileOverlaps | None] = (None, None),
     *,
+    decode_graphs: tuple[dict | None, dict | None] = (None, None),
     tolerance: float,
 ) -> ParityOutcome:
     """Judge two finished renders, of whatever two kinds: eager and graphed, two seeds, two settings, tiled and untiled.
@@ -93,8 +96,10 @@ def judge_clips(
     and names the arms where it is one plain value.
     tiles: of the decode of each; None without tiles. Where they differ, the verdict says whether the pictures differ at
     the seams.
-    Where nothing else differs, the graphs are in question: without a wholly graphed and an eager arm, and with one that
-    was asked to use a graph, the verdict is "not tested", and the comparison a repeated eager render.
+    decode_graphs: as graphs, of the video decodes.
+    Where nothing else differs, the graphs are in question, those of the decodes where they were asked for differently:
+    without a wholly graphed and an eager arm, and with one that was asked to use a graph, the verdict is "not tested",
+    and the comparison a repeated eager render.
     Raises RequestError for a tolerance that is none.
     """
     comparisons = [compare_frames(*clips)]
@@ -107,8 +112,8 @@ def judge_clips(
     ran = tuple(map(_how_it_ran, graphs))
     changed = _changed(*settings)
     names = _names(ran, changed)
-    fallback = next((why for why in map(_why_not_graphed, graphs) if why), "")
-    if fallback and not changed and set(ran) != {EAGER, GRAPHED}:
+    fallback = "" if changed.keys() - {DECODE_GRAPH} else _untested(graphs, decode_graphs, DECODE_GRAPH in changed)
+    if fallback:
         names = (EAGER, REPEATED)
         verdict = judge(Arm(GRAPHED, EAGER, not_run=fallback), [Arm(REPEATED, EAGER, (trial,))], tolerance=tolerance)
     else:
@@ -138,6 +143,19 @@ def judge_clips(
         seams,
         dict(zip(names, graphs)),
     )
+
+
+def _untested(
+    graphs: tuple[dict | None, dict | None], decode_graphs: tuple[dict | None, dict | None], of_decodes: bool
+) -> str:
+    """Why graphs that are in question were not tested; empty where they were. of_decodes: those of the decodes are, and
+    those of the samplers only where these too were asked for differently."""
+    requested = [None if graph is None else graph["requested"] for graph in graphs]
+    in_question = [decode_graphs] if of_decodes else []
+    if not of_decodes or requested[0] != requested[1]:
+        in_question.append(graphs)
+    untested = (pair for pair in in_question if set(map(_how_it_ran, pair)) != {EAGER, GRAPHED})
+    return next((why for pair in untested for why in map(_why_not_graphed, pair) if why), "")
 
 
 def _changed(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

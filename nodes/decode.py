@@ -2,11 +2,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 from comfy_api.latest import io
 from torch import Tensor
 
+from ..ltx_runtime.cuda_graph import GRAPH_NOTE, unavailable_reason
 from ..ltx_runtime.errors import RequestError
+from ..ltx_runtime.parity_run import DECODE_GRAPH
 from ..ltx_runtime.shapes import TIME_FACTOR
 from ..ltx_runtime.step_runner import CUDA_GRAPH_MODES
 from ..ltx_runtime.video_vae import AskedSizes, DecodeNoise, DecodePlan, TileOverlaps
@@ -110,17 +114,34 @@ class LTXGraphVideoDecode(io.ComfyNode):
                 on_progress=host.step_progress(),
             )
             images = host.to_intermediate(frames)
-        plans = [e["message"] for e in timeline.events[before:] if e["event"] == "note" and e["phase"] == PHASE]
+        notes = [e for e in timeline.events[before:] if e["event"] == "note" and e["phase"] == PHASE]
+        plans = [note["message"] for note in notes]
         tiles = vae.overlaps(latent.shape, ran[-1])
         settings = {
             "video_vae": video_vae.name,
             "decode": _how(ran[-1], latent.shape[2], tiles),
-            "decode_cuda_graph": cuda_graph,
+            DECODE_GRAPH: cuda_graph,
         }
         if vae.takes_noise:
             settings["decoder_seed"] = decoder_seed
-        report = dataclasses.replace(host.extend(report, timeline, settings=settings, notes=plans), tiles=tiles)
+        report = dataclasses.replace(
+            host.extend(report, timeline, settings=settings, notes=plans),
+            tiles=tiles,
+            decode_graph=_graph_account(cuda_graph, notes, refused or unavailable_reason(vae.device) or ""),
+        )
         return io.NodeOutput(images, report, ui=live.shown({"": report}))
+
+
+def _graph_account(asked: str, notes: Sequence[dict[str, Any]], unavailable: str) -> dict[str, Any]:
+    """What became of the CUDA graphs of a decode, as SampleResult.graph tells it of a sampler. notes: of the decode.
+    unavailable: why there can be none, empty where there can."""
+    if asked == "off":
+        return {"requested": asked, "mode": "eager", "decision": "off: eager"}
+    if unavailable:
+        return {"requested": asked, "mode": "eager", "decision": f"eager, {unavailable}"}
+    eager = [note["message"] for note in notes if note["message"].startswith(GRAPH_NOTE) and note["attrs"]["eager"]]
+    # That a part of it was replayed is not known: it is no wholly graphed decode.
+    return {"requested": asked, "mode": "graph", "decision": asked, "fallback": "; ".join(eager)}
 
 
 def _how(plan: DecodePlan, latent_frames: int, tiles: TileOverlaps | None) -> str:

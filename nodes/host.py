@@ -22,6 +22,7 @@ import torch
 from ..ltx_runtime.errors import LTXError, RequestError
 from ..ltx_runtime.loop_activity import LoopActivity
 from ..ltx_runtime.resident_weights import ResidentModule
+from ..ltx_runtime.runtime import TransformerModel
 from ..ltx_runtime.timing import Timeline, new_render_id
 from ..ltx_runtime.video_vae import TileOverlaps
 from . import live
@@ -338,14 +339,15 @@ _losses = 0
 
 
 def recordings_lost() -> int:
-    """How often, since ComfyUI started, recordings or the weights they belong to left the device: as long as it stays
-    the same, what was recorded ahead of time is there."""
+    """How often, since ComfyUI started, recordings of a transformer or the weights they belong to left the device: as
+    long as it stays the same, what was recorded ahead of time is there. VAEs don't count: nothing of theirs
+    is recorded ahead, and where memory is short they leave with every render."""
     return _losses
 
 
 def _count_loss(model: ResidentModule) -> None:
     global _losses
-    if hasattr(model, "graphs"):
+    if isinstance(model, TransformerModel):
         _losses += 1
 
 
@@ -476,6 +478,7 @@ class RenderReport:
 
     settings: plain values by name; notes: sentences for the user; graph: what the sampler says about CUDA graphs;
     activity: what the profiler saw of this arm, when somebody asked for that. tiles: of its decode, None without tiles.
+    decode_graph: what its video decode says about CUDA graphs.
     Never changed in place: every node returns a new one.
     """
 
@@ -485,6 +488,7 @@ class RenderReport:
     graph: dict[str, Any] | None = None
     activity: LoopActivity | None = None
     tiles: TileOverlaps | None = None
+    decode_graph: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
         return f"<render {self.timeline.render_id}, {len(self.timeline.events)} events>"
@@ -586,4 +590,5 @@ def extend(report: RenderReport | None, timeline: Timeline, *, settings: dict, n
         notes=before.notes + tuple(notes),
         graph=before.graph if graph is None else graph,
         tiles=before.tiles,
+        decode_graph=before.decode_graph,
     )

@@ -174,6 +174,7 @@ class LTXGraphTimingParity(io.ComfyNode):
             tuple(report.graph if report is not None else None for report in (report_a, report_b)),
             tuple(report.settings if report is not None else {} for report in (report_a, report_b)),
             tuple(report.tiles if report is not None else None for report in (report_a, report_b)),
+            decode_graphs=tuple(report.decode_graph if report is not None else None for report in (report_a, report_b)),
             tolerance=tolerance,
         )
         renders = {name: report for name, report in zip(judged.names, (report_a, report_b)) if report is not None}

@@ -49,8 +49,8 @@ class LTXGraphWarmUp(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **_) -> int:
-        # No socket has a value yet when ComfyUI asks: after a loss of any model's recordings it runs again, and finds
-        # its own in no time if they are still there.
+        # No socket has a value yet when ComfyUI asks: after a loss of any transformer's recordings it runs again, and
+        # finds its own in no time if they are still there.
         return host.recordings_lost()
 
     @classmethod

@@ -109,6 +109,42 @@ def test_arms_of_any_kind_are_named_by_what_differs(settings, graphs, names):
         assert outcome.verdict.words.endswith("; settings that differ: seed 7 and 11")
 
 
+DECODES = ({"decode_cuda_graph": "off"}, {"decode_cuda_graph": "on"})
+
+
+@pytest.mark.parametrize(
+    "graphs, decodes, reason",
+    [
+        ((OFF, OFF), (OFF, FELL_BACK), "no CUDA"),
+        ((None, None), (OFF, NOT_WORTH_IT), "90 % busy"),
+        ((OFF, FELL_BACK), (OFF, FELL_BACK), "no CUDA"),
+        ((OFF, FELL_BACK), (OFF, GRAPHED), "no CUDA"),
+        ((OFF, GRAPHED), (OFF, PARTLY), "out of memory"),
+        # one render decoded twice
+        ((NOT_WORTH_IT, NOT_WORTH_IT), (OFF, FELL_BACK), "no CUDA"),
+    ],
+)
+def test_a_decode_that_ran_eager_is_no_recorded_one(graphs, decodes, reason):
+    outcome = judge_clips((clip(), clip()), None, graphs, DECODES, decode_graphs=decodes, tolerance=0.0)
+    assert outcome.verdict.status == NOT_TESTED and not outcome.verdict.bit_exact
+    assert reason in outcome.verdict.words and "eager repeated: equal" in outcome.verdict.words
+
+
+@pytest.mark.parametrize("graphs", [(OFF, OFF), (NOT_WORTH_IT, NOT_WORTH_IT), (GRAPHED, GRAPHED), (OFF, GRAPHED)])
+def test_a_decode_by_recordings_is_judged_against_an_eager_one(graphs):
+    outcome = judge_clips((clip(), clip()), None, graphs, DECODES, decode_graphs=(OFF, GRAPHED), tolerance=0.0)
+    assert outcome.verdict.status == EQUAL
+
+
+def test_decodes_on_auto_leave_the_question_to_the_sampler():
+    decodes = ({"decode_cuda_graph": "auto"},) * 2
+    for ran, status in ((GRAPHED, EQUAL), (FELL_BACK, NOT_TESTED)):
+        outcome = judge_clips(
+            (clip(), clip()), None, (OFF, ran), decodes, decode_graphs=(NOT_WORTH_IT, NOT_WORTH_IT), tolerance=0.0
+        )
+        assert outcome.verdict.status == status
+
+
 def test_equal_pictures_of_different_seeds_are_equal_and_the_verdict_says_what_was_asked():
     outcome = judge_clips((clip(), clip()), None, (OFF, OFF), (SEVEN, ELEVEN), tolerance=0.0)
     assert outcome.verdict.status == EQUAL and outcome.verdict.words.endswith("settings that differ: seed 7 and 11")

@@ -49,6 +49,22 @@ def test_its_seed_changes_the_picture_and_0_is_the_default(client, frames_of):
     assert not np.array_equal(frames_of(client.run(decoding(DIFFUSION_VAE_FILE, decoder_seed=1))), default)
 
 
+def test_a_decode_that_could_not_be_recorded_is_no_recorded_arm(client):
+    prompt = decoding(CONV_VAE_FILE, cuda_graph="off")
+    del prompt["save"]
+    prompt["sampler"]["inputs"]["cuda_graph"] = "off"
+    prompt["recorded"] = node("LTXGraphVideoDecode", **(prompt["decode"]["inputs"] | {"cuda_graph": "on"}))
+    prompt["parity"] = node(
+        "LTXGraphTimingParity", frames_a=["decode", 0], frames_b=["recorded", 0], report_a=["decode", 1],
+        report_b=["recorded", 1], tolerance=0.0, on_difference="report",
+    )  # fmt: skip
+    run = client.run(prompt)
+    assert run.outcome == "execution_success", run.error
+    verdict = json.loads(run.outputs["parity"]["ltxgraph_report"][0])["verdict"]
+    assert (verdict["status"], verdict["bit_exact"]) == ("not tested", False)
+    assert "eager, no CUDA" in verdict["words"] and "eager repeated: equal" in verdict["words"]
+
+
 TILED = {"tile_size": 64, "overlap": 32}
 
 

@@ -64,3 +64,13 @@ def test_it_runs_again_once_the_weights_have_left(client, warmed):
     again = [executed(seed) for seed in (103, 104)]  # ComfyUI unloads before the first, or right behind it
     assert any("warm_up" in nodes for nodes in again) and not any("model" in nodes for nodes in again)
     assert "warm_up" not in executed(105)
+
+
+def test_a_vae_that_leaves_does_not_bring_back_renders_that_are_done(client, warmed):
+    """It runs again after a loss, and ComfyUI then runs all that is behind it again."""
+    warmed["sampler"]["inputs"]["seed"] = 200
+    assert client.run(warmed).outcome == "execution_success"
+    assert not {"warm_up", "sampler"} & set(client.run(warmed).executed_nodes)
+    evicted = client.run({**warmed, "evict": node("LTXTestEvict", video_vae=["video_vae", 0])})
+    assert evicted.outputs["evict"]["text"] == ["VideoVAE"], evicted.error
+    assert not {"warm_up", "sampler"} & set(client.run(warmed).executed_nodes)

@@ -279,6 +279,23 @@ class LTXTestResident(Node):
         return {"ui": {"text": [json.dumps(found)]}}
 
 
+class LTXTestEvict(Node):
+    """A prompt whose other models need the memory of a video VAE."""
+
+    RETURN_TYPES = ()
+    OUTPUT_NODE = True
+    INPUTS: ClassVar = {"video_vae": ("LTXGRAPH_VIDEO_VAE",)}
+
+    def run(self, video_vae):
+        loaded = comfy.model_management.current_loaded_models
+        ours = [one for one in loaded if type(getattr(one.model, "model", None)).__name__ == "LTXGraphDeviceModel"]
+        found = [one for one in ours if type(one.model.model.resident).__name__ == "VideoVAE"]
+        for one in found:
+            one.model_unload()
+            loaded.remove(one)
+        return {"ui": {"text": [type(one.model.model.resident).__name__ for one in found]}}
+
+
 class LTXTestSizes(Node):
     """JSON: [all, on the device], the bytes that ComfyUI is told of an audio VAE: before its weights are read, then,
     with the vocoder's packed (here: gone), and evicted."""
