@@ -632,7 +632,7 @@ def test_configs_that_are_not_implemented_are_refused(change, words):
         AudioVAEConfig.from_json(config, source="a file")
 
 
-def test_another_file_is_named(tmp_path):
+def test_another_file_is_named():
     with pytest.raises(CheckpointError, match=r"is the conv video VAE, not the audio VAE.*models/vae"):
         load_audio_vae(HERE / "goldens" / "video_vae_conv_tiny.safetensors", device="cpu")
 

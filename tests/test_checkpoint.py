@@ -252,7 +252,7 @@ def test_staged_reads_give_the_same_bits(tmp_path, monkeypatch, file, piece_byte
     assert counted == sum(tensor.nbytes for tensor in expected.values())
 
 
-def test_pieces_are_large_sequential_and_leave_other_components_out(tmp_path):
+def test_pieces_are_large_sequential_and_leave_other_components_out():
     """A monolith interleaves: what is not wanted is skipped when it is large, read over when it is small."""
     gap = checkpoint._MAX_GAP_BYTES
     spec = checkpoint.TensorSpec

@@ -434,7 +434,7 @@ def test_a_plan_does_not_depend_on_what_is_recorded(recorded, kind, monkeypatch)
         assert recorded.plan(shape) == before
 
 
-def test_out_of_memory_drops_the_recordings_first_and_runs_the_same_plan_again(conv, monkeypatch):
+def test_out_of_memory_drops_the_recordings_first_and_runs_the_same_plan_again(conv):
     latent = random_latent(conv, (5, 1, 1))
     conv.decode(random_latent(conv, (1, 1, 1)), cuda_graph="on")
     expected = conv.decode(latent, cuda_graph="off")

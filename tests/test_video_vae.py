@@ -232,7 +232,7 @@ def test_frames_are_the_raw_pixels_in_image_range_and_layout(vae, chunk):
     assert raw.abs().max() > 1 and frames.min() == 0 and frames.max() == 1  # so the clamp was seen at work
 
 
-def test_bf16_pixels_become_frames_in_float32(vae):
+def test_bf16_pixels_become_frames_in_float32():
     latent = random_latent(2)
     coarse = load_video_vae(TINY, device="cpu")
     raw, frames = coarse.decode_raw(latent), coarse.decode(latent)
@@ -357,6 +357,8 @@ def test_asked_tiles_are_made():
     plan = published_plan(free_bytes=100 * GIB, asked=AskedSizes(512, 64, 80, 24))
     assert plan.tiling == Tiling((10, 0, 16), (3, 2, 2))
     assert plan.chunk_frames == 11  # whole: a later tile begins one latent frame earlier
+    asked = AskedSizes(temporal_size=24, temporal_overlap=40)
+    assert published_plan(free_bytes=100 * GIB, asked=asked).tiling == Tiling((6, 0, 0), (5, 0, 0))
     assert "tiles of 80 frames that share 24 and of 512 pixels that share 64" in plan.reason
     assert published_plan(free_bytes=100 * GIB, asked=AskedSizes(tile_size=768, temporal_overlap=8)).tiling is None
 

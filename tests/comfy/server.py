@@ -142,6 +142,12 @@ def install_tiny(base: Path, seed: int = 0) -> None:
                 shutil.copy(base / folders[part] / path.name, base / folders[part] / DEV_TRANSFORMER_FILE)
 
 
+def last_log(base: Path) -> list[dict]:
+    """The events of the phase log that was written to last."""
+    newest = max((base / "output" / "ltxgraph").glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+    return [json.loads(line) for line in newest.read_text(encoding="utf-8").splitlines()]
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import wave
 
 import av
@@ -11,7 +10,7 @@ import numpy as np
 import prompts
 import pytest
 from prompts import FRAMES, node
-from server import PromptRefused
+from server import PromptRefused, last_log
 
 from ltx_runtime.published import AUDIO_VAE_FILE, CONV_VAE_FILE
 
@@ -54,11 +53,6 @@ def read_back(client, run) -> tuple[int, np.ndarray]:
         frames = [frame.to_ndarray() for frame in container.decode(stream)]
         samples = np.concatenate([frame.reshape(-1, stream.channels).T for frame in frames], axis=1)
         return stream.rate, samples / np.iinfo(samples.dtype).max
-
-
-def last_log(base) -> list[dict]:
-    newest = max((base / "output" / "ltxgraph").glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
-    return [json.loads(line) for line in newest.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture(scope="module")

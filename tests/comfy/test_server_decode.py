@@ -123,7 +123,7 @@ def test_another_decoder_seed_is_told_apart_from_seams(client):
     assert verdict["words"].endswith("decode whole clip and 4 tiles sharing 32 px, decoder_seed 0 and 1")
 
 
-def test_the_diffusion_vae_encodes_too(client, base, frames_of):
+def test_the_diffusion_vae_encodes_too(client, frames_of):
     prompt = {
         "video_vae": node("LTXGraphVideoVAELoader", vae_name=DIFFUSION_VAE_FILE),
         "image": node("EmptyImage", width=WIDTH, height=HEIGHT, batch_size=1, color=0x4080C0),

@@ -443,7 +443,7 @@ def test_a_file_that_changes_between_runs_is_read_again(client, changing_file, t
     assert np.array_equal(frames_of(client.run(prompts.render())), before)
 
 
-def test_nan_in_the_weights_names_the_phase(client, changing_file, tmp_path, frames_of):
+def test_nan_in_the_weights_names_the_phase(client, changing_file, tmp_path):
     with safe_open(changing_file, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
         metadata = file.metadata()

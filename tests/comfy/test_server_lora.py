@@ -112,7 +112,7 @@ def test_evicted_weights_come_back_with_the_lora(client, base, frames_of):
     assert [read.get("what", "weights") for read in reads(base)] == ["weights", "LoRA", "weights"]
 
 
-def test_two_chains_in_one_workflow_share_the_weights(client, base, frames_of):
+def test_two_chains_in_one_workflow_share_the_weights(client, frames_of):
     """Both samplers get what their own loader wants, in whatever order they run."""
     bare, adapted_frames = frames_of(client.run(adapted())), frames_of(client.run(adapted((LORA_FILE, 1.0))))
     prompt = adapted((LORA_FILE, 1.0), seed=7)

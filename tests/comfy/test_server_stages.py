@@ -8,7 +8,7 @@ import prompts
 import pytest
 from PIL import Image
 from prompts import FRAMES, HEIGHT, WIDTH, node
-from server import PromptRefused
+from server import PromptRefused, last_log
 
 from ltx_runtime.published import CONV_VAE_FILE, DURATION_HEAD_FILE, SPATIAL_UPSCALER_FILE, TEMPORAL_UPSCALER_FILE
 
@@ -50,11 +50,6 @@ def image(base) -> np.ndarray:
     pixels = np.stack([rows * 2, columns * 2, (rows + columns) % 256], axis=2).astype(np.uint8)
     Image.fromarray(pixels).save(base / "input" / "gradient.png")
     return pixels
-
-
-def last_log(base) -> list[dict]:
-    newest = max((base / "output" / "ltxgraph").glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
-    return [json.loads(line) for line in newest.read_text(encoding="utf-8").splitlines()]
 
 
 def shown(run, name: str):

@@ -31,3 +31,12 @@ def model(shared_model):
     shared_model.graphs.forget_measurements()
     yield shared_model
     shared_model.graphs.close()
+
+
+@pytest.fixture
+def exact_float32():
+    """Tolerances of goldens and of plain passes are for float32 without TF32."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before

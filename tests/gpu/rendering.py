@@ -14,12 +14,12 @@ from ltx_runtime import cuda_graph
 from ltx_runtime.conditioning import audio_state, text_to_video_state
 from ltx_runtime.conditioning_file import load_conditioning
 from ltx_runtime.runtime import TransformerModel, load_transformer
-from ltx_runtime.sampler import SampleRequest, TextFeatures
+from ltx_runtime.sampler import SampleRequest, SampleResult, TextFeatures, sample
 from ltx_runtime.schedules import distilled_sigmas
 from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape, audio_latent_frames
 from ltx_runtime.steps import StepOutputs
-from ltx_runtime.tiny import write_tiny_checkpoints
-from ltx_runtime.video_vae import VideoVAE, load_video_vae
+from ltx_runtime.tiny import fill_random, write_tiny_checkpoints
+from ltx_runtime.video_vae import VideoEncoder, VideoVAE, load_video_vae
 
 
 @functools.cache
@@ -61,6 +61,25 @@ def tiny_request(
         sampler="euler_ancestral",
     )
     return dataclasses.replace(request, **changes)
+
+
+def render(model: TransformerModel, mode: str = "off", **changes) -> SampleResult:
+    return sample(model, tiny_request(**changes), cuda_graph=mode)
+
+
+class _FilledAtRandom:
+    """A published layout whose weights are made on the device; its file holds none."""
+
+    def _fill(self, module, timeline, on_progress):
+        fill_random(module, device=self.device)
+
+
+class RandomVAE(_FilledAtRandom, VideoVAE):
+    pass
+
+
+class RandomEncoder(_FilledAtRandom, VideoEncoder):
+    pass
 
 
 def spoil_replays(monkeypatch, spoil: Callable[[int, StepOutputs], None]) -> None:

@@ -14,7 +14,7 @@ import statistics
 import pytest
 import torch
 from cancelling import Cancelled, cancel_at
-from rendering import spoil_replays, tiny_request, tiny_transformer, tiny_video_vae
+from rendering import render, spoil_replays, tiny_request, tiny_transformer, tiny_video_vae
 
 from ltx_runtime import cuda_graph, step_runner, steps
 from ltx_runtime.conditioning import replace_frame
@@ -30,10 +30,6 @@ from ltx_runtime.video_vae.host_frames import FrameTransfer
 @pytest.fixture(scope="module")
 def vae():
     return tiny_video_vae("cuda")
-
-
-def render(model, mode="off", **changes):
-    return sample(model, tiny_request(**changes), cuda_graph=mode)
 
 
 def same(a, b) -> bool:

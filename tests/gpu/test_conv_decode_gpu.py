@@ -7,21 +7,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model_files import published_file
+from rendering import RandomVAE
 
 from ltx_runtime import triton_use
 from ltx_runtime.checkpoint import read_header
 from ltx_runtime.timing import Timeline
-from ltx_runtime.tiny import fill_random
 from ltx_runtime.video_vae import AskedSizes, VideoVAE, cells, conv_pointwise
+
+pytestmark = pytest.mark.usefixtures("exact_float32")
 
 # clips, frames, height, width
 GRIDS = [(1, 1, 1, 1), (1, 9, 33, 47), (2, 4, 16, 24), (1, 1, 7, 5)]
-
-class RandomVAE(VideoVAE):
-    """The published layout, filled on the device."""
-
-    def _fill(self, module, timeline, on_progress):
-        fill_random(module, device=self.device)
 
 
 @pytest.fixture
@@ -29,14 +25,6 @@ def vae(device, tmp_path) -> VideoVAE:
     vae = RandomVAE(read_header(published_file(tmp_path / "v.safetensors", "video_vae_conv")), device=device)
     vae.ensure_resident()
     return vae
-
-
-@pytest.fixture(autouse=True)
-def exact_float32():
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32 = before
 
 
 def activations(grid, channels: int, device) -> torch.Tensor:

@@ -13,11 +13,12 @@ import pytest
 import torch
 from cancelling import Cancelled
 from model_files import published_file
+from rendering import RandomVAE
 
 from ltx_runtime.checkpoint import read_header
 from ltx_runtime.memory import DeviceMemoryError
 from ltx_runtime.timing import Timeline
-from ltx_runtime.tiny import fill_random, write_tiny_diffusion_vae
+from ltx_runtime.tiny import write_tiny_diffusion_vae
 from ltx_runtime.video_vae import (
     DecodeNoise,
     DecodePlan,
@@ -31,13 +32,6 @@ from ltx_runtime.video_vae.host_frames import to_frames
 
 TINY_CONV = Path(__file__).parents[1] / "goldens" / "video_vae_conv_tiny.safetensors"
 SIZES = {"small": (7, 8, 12), "medium": (16, 8, 12), "large": (16, 16, 24)}  # large: 768x512x121
-
-
-class RandomVAE(VideoVAE):
-    """The published layout, filled on the device."""
-
-    def _fill(self, module, timeline, on_progress):
-        fill_random(module, device=self.device)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from cancelling import Cancelled, cancel_at
-from rendering import spoil_replays, tiny_request, tiny_transformer, tiny_video_vae
+from rendering import render, spoil_replays, tiny_request, tiny_transformer, tiny_video_vae
 
 from ltx_runtime import cuda_graph
 from ltx_runtime.errors import CaptureError, NonFiniteError
@@ -19,10 +19,6 @@ from ltx_runtime.warm_up import warm_up
 
 def latents(result):
     return [part.clone() for part in (result.video, result.audio) if part is not None]
-
-
-def render(model, mode="off", **changes):
-    return sample(model, tiny_request(**changes), cuda_graph=mode)
 
 
 def assert_equal(a, b):

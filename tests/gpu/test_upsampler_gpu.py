@@ -48,15 +48,6 @@ def cache(device):
     cache.close()
 
 
-@pytest.fixture
-def exact_float32():
-    """The tolerance of the goldens is for float32 without TF32."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32 = before
-
-
 def statistics(device, channels: int = 128) -> PerChannelStatistics:
     module = build_on_meta(lambda: PerChannelStatistics(channels))
     fill_random(module, device=device)
@@ -127,7 +118,8 @@ def test_it_takes_the_memory_that_it_announces(upsampler, device):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_float32_on_the_device_is_float32_on_the_cpu(kind, device, exact_float32):
+@pytest.mark.usefixtures("exact_float32")
+def test_float32_on_the_device_is_float32_on_the_cpu(kind, device):
     path = GOLDENS / f"latent_upsampler_{kind}_x2_tiny.safetensors"
     latent = torch.randn(2, 4, 5, 6, 7, generator=torch.Generator().manual_seed(0))
     constants = statistics("cpu", channels=4)

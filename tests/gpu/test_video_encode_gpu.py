@@ -6,21 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from model_files import published_file
+from rendering import RandomEncoder
 
 from ltx_runtime.checkpoint import read_header
 from ltx_runtime.errors import NonFiniteError
 from ltx_runtime.timing import Timeline
-from ltx_runtime.tiny import fill_random, write_tiny_video_vae
+from ltx_runtime.tiny import write_tiny_video_vae
 from ltx_runtime.video_vae import EncodePlan, VideoEncoder, frame_upload, load_video_encoder
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-
-
-class RandomEncoder(VideoEncoder):
-    """The published layout, filled on the device."""
-
-    def _fill(self, module, timeline, on_progress):
-        fill_random(module, device=self.device)
 
 
 def planned(chunk: int, *, tile: int = 0, overlap: int = 0) -> EncodePlan:
