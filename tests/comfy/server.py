@@ -6,6 +6,7 @@ ComfyUI is GPL-3.0 and stays outside: it is started as a program and spoken to o
 from __future__ import annotations
 
 import asyncio
+import fnmatch
 import json
 import os
 import shutil
@@ -30,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STUBS = ROOT / "tests" / "stubs"
 PACK_NAME = "ComfyUI-LTXGraph"
 # Not part of the pack as it is published (.comfyignore), so no server test may come to lean on it.
-NEVER_PUBLISHED = (".git", ".venv", ".cache", ".demo", "node_modules", "__pycache__")
+NEVER_PUBLISHED = (".git", ".venv", ".cache", ".demo", "node_modules", "__pycache__", ".pytest_cache", ".ruff_cache")
 SILENCE_S = 5
 FINAL_EVENTS = ("execution_success", "execution_error", "execution_interrupted")
 
@@ -100,11 +101,16 @@ def make_base(base: Path) -> Path:
 
 def install_pack(base: Path) -> Path:
     """Copy the pack as it is published (git's files less .comfyignore's) into the base's custom_nodes."""
-    ignored = (ROOT / ".comfyignore").read_text(encoding="utf-8").split()
-    top_level = {name.rstrip("/") for name in ignored} | set(NEVER_PUBLISHED)
+    ignored = [line.rstrip("/") for line in (ROOT / ".comfyignore").read_text(encoding="utf-8").split()]
 
     def not_published(folder: str, names: list[str]) -> list[str]:
-        return [name for name in names if name in (top_level if Path(folder) == ROOT else NEVER_PUBLISHED)]
+        inside = Path(folder).relative_to(ROOT)
+        paths = {name: (inside / name).as_posix() for name in names}
+        return [
+            name
+            for name, path in paths.items()
+            if name in NEVER_PUBLISHED or any(fnmatch.fnmatch(path, pattern) for pattern in ignored)
+        ]
 
     target = base / "custom_nodes" / PACK_NAME
     shutil.rmtree(target, ignore_errors=True)
