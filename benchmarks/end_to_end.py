@@ -50,6 +50,7 @@ def renders(models: Models, size: tuple[int, int, int]) -> dict:
         walls = []
         for index in range(4):  # the first warms up, or captures
             timeline = Timeline(None, device=models.device)
+            models.transformer.contexts.clear()  # a new prompt, as the first render has it
             synchronize(models.device)
             started = time.perf_counter()
             with timeline.segment("sampler"):

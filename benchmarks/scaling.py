@@ -65,6 +65,7 @@ def warm_renders(models: Models, size, mode: str, steps: int, repeats: int) -> d
     summaries = []
     for index in range(repeats + 1):  # the first warms up, or captures
         timeline = Timeline(None, device=models.device)
+        models.transformer.contexts.clear()  # a new prompt, as the first render has it
         with timeline.segment("sampler"):
             result = sample(
                 models.transformer,

@@ -142,12 +142,13 @@ def render(
 
 
 def memory_now(models: Models) -> dict:
-    """Device memory with the recordings and after they were dropped, and the host's."""
+    """Device memory with all that is kept between renders, after that was dropped, and the host's."""
     found: dict = {"device_bytes": 0, "device_bytes_with_graphs": 0, "graphs": len(models.transformer.graphs)}
     if models.device.type == "cuda":
         torch.cuda.synchronize()
         found["device_bytes_with_graphs"] = cuda_graph.held_bytes(models.device)
         models.transformer.graphs.close()
+        models.transformer.contexts.clear()
         gc.collect()
         cuda_graph.return_graph_memory(models.device)
         found["device_bytes"] = cuda_graph.held_bytes(models.device)

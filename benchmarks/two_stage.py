@@ -78,6 +78,7 @@ def render(
     first = clip_request(models.transformer, models.size, seed=case, prompt=case)
     if kind == "i2v":
         first = dataclasses.replace(first, noise_convention="reference")
+    models.transformer.contexts.clear()  # a new prompt, as the first render has it
     synchronize(models.device)
     started = time.perf_counter()
     with timeline.segment("stage 1"):

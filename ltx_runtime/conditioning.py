@@ -68,8 +68,15 @@ class TokenState:
         return bool((self.denoise_mask == 0).all())
 
     def to(self, device: torch.device | str) -> TokenState:
-        """The same state on another device."""
-        return map_tensors(lambda name, tensor: tensor.to(device), self)
+        """The same state on another device; what was one tensor stays one."""
+        moved: dict[int, Tensor] = {}
+
+        def move(name: str, tensor: Tensor) -> Tensor:
+            if id(tensor) not in moved:
+                moved[id(tensor)] = tensor.to(device)
+            return moved[id(tensor)]
+
+        return map_tensors(move, self)
 
 
 def text_to_video_state(

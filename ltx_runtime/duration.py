@@ -144,11 +144,11 @@ def predict_seconds(
     timeline = timeline or Timeline(None, device=model.device)
     head.ensure_resident(timeline)
     with torch.inference_mode(), timeline.phase(PHASE, head=head.header.path.name):
-        features = text.features.to(model.device)
         if text.processed:
-            contexts = features.split([model.config.context_width, model.config.audio_context_width], dim=-1)
+            widths = [model.config.context_width, model.config.audio_context_width]
+            contexts = text.features.to(model.device).split(widths, dim=-1)
         else:
-            contexts = model.module.connect_text(features)
+            contexts, _ = model.connect_text(text.features)
         seconds = head.seconds(*contexts).item()
     if not 0 < seconds < float("inf"):
         raise NonFiniteError(PHASE, f"the duration head answers {seconds} seconds; encode the prompt again.")

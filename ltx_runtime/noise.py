@@ -6,6 +6,7 @@ Source: transformer.md sections 12.4 and 12.5 (reference), comfyui.md section 2.
 from __future__ import annotations
 
 import functools
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F
@@ -101,15 +102,30 @@ class ComfyNoise:
         self._seed = seed
         self._device = device
         self._start = start
+        self._drawing: Future[list[torch.Tensor | None]] | None = None
+
+    def draw_ahead(self, video: TokenState | None, audio: TokenState | None) -> None:
+        """Draw the start noise in a thread meanwhile: the CPU takes 10 ms for a million values, which is as long as all
+        the rest that is prepared takes a GPU's host. The states only give shapes, those that `initial` gets."""
+        if self._start is not None:
+            return
+        thread = ThreadPoolExecutor(1, "ltxgraph-noise")
+        self._drawing = thread.submit(self._draw, video, audio)
+        thread.shutdown(wait=False)
 
     def initial(self, video: TokenState | None, audio: TokenState | None) -> Pair:
-        states = (video, audio)
-        if self._start is None:
-            generator = torch.Generator("cpu").manual_seed(self._seed)
-            drawn = [None if s is None else torch.randn(s.latent_shape.as_tuple(), generator=generator) for s in states]
+        if self._start is not None:
+            drawn = self._start
+        elif self._drawing is not None:
+            drawn = self._drawing.result()
         else:
-            drawn = list(self._start)
-        return self._tokens(drawn, states)
+            drawn = self._draw(video, audio)
+        return self._tokens(drawn, (video, audio))
+
+    def _draw(self, video: TokenState | None, audio: TokenState | None) -> list[torch.Tensor | None]:
+        generator = torch.Generator("cpu").manual_seed(self._seed)
+        shapes = [None if state is None else state.latent_shape.as_tuple() for state in (video, audio)]
+        return [None if shape is None else torch.randn(shape, generator=generator) for shape in shapes]
 
     def step(self, video: TokenState | None, audio: TokenState | None) -> Pair:
         states = (video, audio)
@@ -138,5 +154,7 @@ class ComfyNoise:
             drawn = to_tokens(latent.to(self._device, torch.float32))
             if state.cells is not None:
                 drawn = drawn[:, state.cells]
-            tokens.append(F.pad(drawn, (0, 0, 0, state.outside_latent)).contiguous())
+            if state.outside_latent:
+                drawn = F.pad(drawn, (0, 0, 0, state.outside_latent))
+            tokens.append(drawn.contiguous())
         return tokens[0], tokens[1]

@@ -388,6 +388,7 @@ class _Arms:
         timeline = self.timeline(arm)
         with timeline.segment(arm):
             for case in which:
+                self.model.contexts.clear()  # a render that took another's would not be judged, nor timed, as a whole
                 result = sample(
                     self.model,
                     self.cases[case].request,

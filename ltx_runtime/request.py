@@ -125,7 +125,7 @@ def _check_state(state: TokenState, name: str, config: TransformerConfig) -> Non
             f"Use a latent made for LTX-2.5."
         )
     for tensor, words in ((state.initial, "latent"), (state.clean, "given latent"), (state.denoise_mask, "mask")):
-        if not bool(torch.isfinite(tensor).all()):
+        if not _all_finite(tensor):
             raise RequestError(f"the {name} {words} holds NaN or Inf before sampling; make a new one.")
     if bool(((state.denoise_mask < 0) | (state.denoise_mask > 1)).any()):
         low, high = (float(edge) for edge in torch.aminmax(state.denoise_mask))
@@ -144,6 +144,12 @@ def _check_state(state: TokenState, name: str, config: TransformerConfig) -> Non
             )
 
 
+def _all_finite(tensor: Tensor) -> bool:
+    """By its extremes, which are NaN as soon as one value is: one pass, where isfinite takes five, 15 ms of a CPU for
+    the features of a prompt."""
+    return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+
+
 def _check_text(text: TextFeatures, name: str, batch: int, config: TransformerConfig) -> None:
     features = text.features
     width = config.context_width + config.audio_context_width
@@ -155,7 +161,7 @@ def _check_text(text: TextFeatures, name: str, batch: int, config: TransformerCo
         )
     if features.shape[1] == 0:
         raise RequestError(f"{name} holds no token; encode the prompt again.")
-    if not bool(torch.isfinite(features).all()):
+    if not _all_finite(features):
         raise RequestError(f"{name} holds NaN or Inf; encode the prompt again.")
     if features.shape[0] not in (1, batch):
         raise ShapeError(

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from .checkpoint import CheckpointHeader, Progress, read_header, read_tensors
 from .config import TransformerConfig
+from .context_cache import ContextCache
 from .cuda_graph import GraphCache
+from .errors import RequestError
 from .lora import Adapter, FusedWeights, LoraSpec, LoraState, fit_loras, linear_specs
 from .memory import device_free_bytes
 from .resident_weights import ResidentModule
@@ -21,14 +23,15 @@ logger = logging.getLogger("ltxgraph")
 
 
 class TransformerModel(ResidentModule):
-    """The denoiser of one file with the LoRAs fused into it, and its recordings. Evicting drops recordings first, then
-    weights; the LoRAs come back with the weights."""
+    """The denoiser of one file with the LoRAs fused into it, its recordings, and the contexts of the last prompts.
+    Evicting drops recordings and contexts first, then weights; the LoRAs come back with the weights."""
 
     def __init__(self, header: CheckpointHeader, *, device: torch.device | str, dtype: torch.dtype | None = None):
         self.config = TransformerConfig.from_header(header)
         prefix_map = {"": header.prefixes["transformer"]}
         super().__init__(header, lambda: LTXTransformer(self.config), prefix_map, device=device, dtype=dtype)
         self.graphs = GraphCache(self.device)
+        self.contexts = ContextCache()
         self._linears = linear_specs(header)
         self._fused: FusedWeights | None = None
         self._adapters: tuple[Adapter, ...] = ()
@@ -46,7 +49,7 @@ class TransformerModel(ResidentModule):
 
         Resident weights are changed in place, else the chain is fused when they are read. True if the weights changed
         or will; the same files (path, size, time) at the same strengths do nothing, and strength 0 is as no LoRA. A
-        change of resident weights grows generation and drops recordings.
+        change of resident weights grows generation and drops recordings and contexts.
         Phase load.read goes to timeline; on_progress(done_bytes, total_bytes), and what it raises stops the change.
 
         Raises CheckpointError or RequestError before anything is changed, see fit_loras. An error in the middle, a
@@ -60,7 +63,7 @@ class TransformerModel(ResidentModule):
         changed = [s for s in states if s.strength != 0] != [s for s in self._chain if s.strength != 0]
         if changed and self._fused is not None:
             self.generation += 1
-            self.graphs.close()
+            self._drop_derived()
             try:
                 self._fuse(adapters, timeline, on_progress)
             except BaseException:
@@ -97,10 +100,34 @@ class TransformerModel(ResidentModule):
         if self._fused is not None:
             self._fused.drop_copies()
 
+    @torch.inference_mode()
+    def connect_text(self, features: Tensor, compatibility: str = "reference") -> tuple[tuple[Tensor, Tensor], bool]:
+        """Contexts (video, audio) of unprocessed features (B, n, width) on any device, see LTXTransformer.connect_text,
+        and whether they are those of an earlier call: of the same bits, under the same weights. Not to be changed.
+
+        The weights must be resident. Waits for the device. Raises RequestError when a context is NaN or Inf.
+        """
+        features = features.to(self.device, non_blocking=True).contiguous()
+        known = self.contexts.find(features, compatibility)
+        if known is not None:
+            return known, True
+        contexts = self.module.connect_text(features, compatibility=compatibility)
+        # Normed values are far from overflow, so that a sum is finite when they all are.
+        sums = torch.stack([context.sum(dtype=torch.float32) for context in contexts])
+        if not bool(sums.isfinite().all()):
+            raise RequestError("the text conditioning is NaN or Inf after the connectors; encode the prompt again.")
+        self.contexts.keep(features, compatibility, contexts)
+        return contexts, False
+
     def evict(self) -> None:
-        self.graphs.close()
+        self._drop_derived()
         self._fused = None
         super().evict()
+
+    def _drop_derived(self) -> None:
+        """What was made with the weights as they are."""
+        self.graphs.close()
+        self.contexts.clear()
 
     def _fuse(self, adapters: Sequence[Adapter], timeline: Timeline | None, on_progress: Progress | None) -> None:
         timeline = timeline or Timeline(None, device=self.device)

@@ -25,8 +25,7 @@ from .schedules import SamplerStep, check_sigmas, sampler_steps
 from .shapes import VideoLatentShape
 from .step_runner import CUDA_GRAPH_MODES, ON_CAPTURE_FAILURE, StepRunner, check_graphs_allowed
 from .steps import Blend, StepConstants, StepInputs, StreamInputs, StreamRule, step_coefficients
-from .tensor_tree import named_tensors
-from .timing import Timeline
+from .timing import Phase, Timeline
 from .transformer.inputs import ForwardConstants, StepModulation
 from .transformer.residual import OWNER
 from .triton_use import note_first_use
@@ -163,8 +162,7 @@ def prepare(
     The weights must be resident."""
     sigmas = check_sigmas(request.sigmas)
     device, transformer = model.device, model.module
-    video, audio = (None if state is None else state.to(device) for state in (request.video, request.audio))
-    streams = [name for name, state in (("video", video), ("audio", audio)) if state is not None]
+    streams = list(request.states)
     guidance, notes = resolve_guidance(
         request.guidance or Guidance(),
         streams=streams,
@@ -173,9 +171,11 @@ def prepare(
     )
     specs = {name: getattr(guidance, name) for name in streams}
     passes = passes_needed(list(specs.values()))
-    with timeline.phase("prepare.connectors"):
-        contexts, negative = _contexts(model, request, uses_negative="uncond" in passes)
+    with timeline.phase("prepare.connectors") as phase:
+        noise_source = noise_source or _noise_source(model, request)
+        contexts, negative = _contexts(model, request, phase, uses_negative="uncond" in passes)
     with timeline.phase("prepare.constants", steps=len(sigmas) - 1):
+        video, audio = (None if state is None else state.to(device) for state in (request.video, request.audio))
         forward = transformer.prepare(
             video=video,
             audio=audio,
@@ -201,7 +201,6 @@ def prepare(
         frozen = {name: state.frozen for name, state in request.states.items()}
         modulation = _modulation(model, constants, [step.sigma for step in plan], frozen)
         mid_modulation = _modulation(model, constants, [step.sigma_mid for step in plan], frozen)
-        noise_source = noise_source or _noise_source(model, request)
         start = tuple(
             None if state is None else _start_tokens(state, noise, sigmas[0].to(device), request.noise_convention)
             for state, noise in zip((video, audio), noise_source.initial(video, audio))
@@ -214,23 +213,24 @@ def prepare(
     return Prepared(start, constants, coefficients, modulation, mid_modulation, noise, mid_noise, tuple(notes))
 
 
-def _contexts(model: TransformerModel, request: SampleRequest, *, uses_negative: bool) -> tuple[Pair, Pair]:
+def _contexts(
+    model: TransformerModel, request: SampleRequest, phase: Phase, *, uses_negative: bool
+) -> tuple[Pair, Pair]:
     """Contexts (video, audio) of the prompt, and of the negative prompt for every sample in the activation dtype."""
 
     def of(text: TextFeatures, name: str) -> Pair:
-        features = text.features.to(model.device, non_blocking=True)
         if text.processed:
-            contexts = features.split([model.config.context_width, model.config.audio_context_width], dim=-1)
-        else:
-            contexts = model.module.connect_text(features, compatibility=request.compatibility)
-        if not all(bool(c.isfinite().all()) for c in contexts):
-            raise RequestError(f"{name} is NaN or Inf after the connectors; encode the prompt again.")
+            phase.attrs[name] = "given"
+            features = text.features.to(model.device, non_blocking=True)
+            return features.split([model.config.context_width, model.config.audio_context_width], dim=-1)
+        contexts, known = model.connect_text(text.features, request.compatibility)
+        phase.attrs[name] = "reused" if known else "made"
         return contexts
 
-    prompt = of(request.text, "the text conditioning")
+    prompt = of(request.text, "prompt")
     if not uses_negative:
         return prompt, _NOTHING
-    negative = of(request.negative, "the negative conditioning")
+    negative = of(request.negative, "negative")
     return prompt, tuple(c.to(model.module.dtype).expand(request.batch, -1, -1).contiguous() for c in negative)
 
 
@@ -332,25 +332,35 @@ def _modulation(
     """AdaLN rows of one model call in every step; None where a step has no such call. A stream that is given as a whole
     is at sigma 0."""
     on_device = torch.tensor([0.0 if sigma is None else float(sigma) for sigma in sigmas], device=model.device)
-    zero = torch.zeros((), device=model.device)
+    # Steps that make the same model call, by that call.
+    together: dict[int, list[int]] = {}
+    for index, (sigma, step) in enumerate(zip(sigmas, constants)):
+        if sigma is not None and step.forwards:
+            together.setdefault(id(step.forwards[0]), []).append(index)
 
-    def make(index: int) -> StepModulation | None:
-        if sigmas[index] is None or not constants[index].forwards:
-            return None
-        video, audio = (zero if frozen.get(name) else on_device[index] for name in ("video", "audio"))
-        return model.module.modulation(constants[index].forwards[0], video, audio)
+    def make(indices: list[int]) -> list[StepModulation]:
+        own = torch.stack([on_device[index] for index in indices]).unsqueeze(1)
+        video, audio = (torch.zeros_like(own) if frozen.get(name) else own for name in ("video", "audio"))
+        return model.module.modulations(constants[indices[0]].forwards[0], video, audio)
 
-    first = make(0)
-    step_bytes = sum(tensor.nbytes for _, tensor in named_tensors(first))
-    if step_bytes * len(sigmas) > _MODULATION_BYTES:
-        return _MadeInTheLoop(make, len(sigmas))
-    return [first, *(make(index) for index in range(1, len(sigmas)))]
+    groups = list(together.values())
+    steps_bytes = (len(g) * model.module.modulation_bytes(constants[g[0]].forwards[0]) for g in groups)
+    if sum(steps_bytes) > _MODULATION_BYTES:
+        called = {index for group in groups for index in group}
+        return _MadeInTheLoop(lambda index: make([index])[0] if index in called else None, len(sigmas))
+    rows: list[StepModulation | None] = [None] * len(sigmas)
+    for group in groups:
+        for index, modulation in zip(group, make(group)):
+            rows[index] = modulation
+    return rows
 
 
 def _noise_source(model: TransformerModel, request: SampleRequest) -> ReferenceNoise | ComfyNoise:
     if request.noise_convention == "reference":
         return ReferenceNoise(request.seed, model.device, model.module.dtype)
-    return ComfyNoise(request.seed, model.device, request.noise)
+    source = ComfyNoise(request.seed, model.device, request.noise)
+    source.draw_ahead(request.video, request.audio)
+    return source
 
 
 def _step_noise(

@@ -31,6 +31,7 @@ def trace_stages(
     """
     with torch.inference_mode():
         timeline = Timeline(None, device=model.device)
+        model.contexts.clear()
         prepared = prepare(model, request, timeline)
         stages = _prepared_stages(prepared)
         with StepRunner(

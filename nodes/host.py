@@ -318,17 +318,19 @@ def _patcher_class() -> type:
 
 
 def _spare_bytes(model: ResidentModule) -> int:
-    """Device memory beside the weights: recordings, copies of base weights under LoRAs."""
-    graphs = getattr(model, "graphs", None)
-    return (graphs.device_bytes if graphs is not None else 0) + getattr(model, "lora_copies_bytes", 0)
+    """Device memory beside the weights: recordings, contexts of prompts, copies of base weights under LoRAs."""
+    kept = (getattr(model, name, None) for name in ("graphs", "contexts"))
+    return sum(cache.device_bytes for cache in kept if cache is not None) + getattr(model, "lora_copies_bytes", 0)
 
 
 def _drop_spares(model: ResidentModule, wanted_bytes: int) -> None:
     """Give wanted_bytes of that back if there are as many. Copies first: they are for a later change, recordings for
-    the next render."""
+    the next render, and contexts are soon made again."""
     before = _spare_bytes(model)
     if getattr(model, "lora_copies_bytes", 0):
         model.drop_lora_copies()
+    if hasattr(model, "contexts"):
+        model.contexts.clear()
     if before - _spare_bytes(model) < max(wanted_bytes, 1) and hasattr(model, "graphs"):
         if len(model.graphs):
             _count_loss(model)

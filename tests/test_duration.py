@@ -86,6 +86,8 @@ def test_one_clip_has_one_prompt(tiny):
 def test_an_answer_that_is_no_length_is_refused(tiny):
     model, head, (features, _) = tiny
     with pytest.raises(NonFiniteError, match="nan seconds"):
+        predict_seconds(model, head, TextFeatures(features * float("nan"), processed=True))
+    with pytest.raises(RequestError, match="NaN or Inf after the connectors"):
         predict_seconds(model, head, TextFeatures(features * float("nan"), processed=False))
 
 

@@ -50,3 +50,17 @@ def test_noise_of_res_2s_is_standardised_in_every_sample():
         assert drawn.dtype == torch.float64 and len(drawn) == 3
         for sample_noise in drawn:
             assert abs(sample_noise.mean()) < 1e-12 and abs(sample_noise.std() - 1) < 1e-12
+
+
+def test_start_noise_drawn_ahead_is_that_of_one_cpu_generator():
+    request = tiny_request()
+    source, device = ComfyNoise(5, torch.device("cpu")), torch.device("cpu")
+    source.draw_ahead(request.video, request.audio)
+    ahead = source.initial(request.video, request.audio)
+    generator = torch.Generator().manual_seed(5)
+    drawn = tuple(torch.randn(s.shape.as_tuple(), generator=generator) for s in (request.video, request.audio))
+    for tokens, given in zip(ahead, ComfyNoise(6, device, drawn).initial(request.video, request.audio)):
+        assert torch.equal(tokens, given)
+    given = ComfyNoise(6, device, drawn)
+    given.draw_ahead(request.video, request.audio)
+    assert torch.equal(given.initial(request.video, request.audio)[0], ahead[0]), "a given noise wins"

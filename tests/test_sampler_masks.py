@@ -396,6 +396,32 @@ def test_rows_made_in_the_loop_are_the_rows_made_before_it(monkeypatch):
     assert torch.equal(result.video, expected.video) and torch.equal(result.audio, expected.audio)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("what", ["video latent", "audio latent", "conditioning"])
+def test_values_that_are_not_finite_are_refused_before_sampling(what, value):
+    def broken(tensor):
+        tensor = tensor.clone()
+        tensor[0, -1, 1] = value
+        return tensor
+
+    request = tiny_request()
+    name = what.split()[0]
+    if name in request.states:
+        state = request.states[name]
+        request = dataclasses.replace(request, **{name: dataclasses.replace(state, initial=broken(state.initial))})
+    else:
+        request = tiny_request(text=dataclasses.replace(request.text, features=broken(request.text.features)))
+    with pytest.raises(RequestError, match=f"the {what} holds NaN or Inf"):
+        sampled(request)
+
+
+def test_what_is_one_tensor_goes_to_the_device_once():
+    state = plain_video()
+    assert state.initial is state.clean
+    moved = state.to("meta")
+    assert moved.initial.is_meta and moved.initial is moved.clean and moved.positions.shape == state.positions.shape
+
+
 # --- frozen streams, retake, second stage ---------------------------------------------------------------------------
 
 

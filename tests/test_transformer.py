@@ -18,6 +18,7 @@ from ltx_runtime.errors import CheckpointError, RequestError, ShapeError
 from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape
 from ltx_runtime.tensor_tree import map_tensors, named_tensors, static_values
 from ltx_runtime.transformer import LTXTransformer
+from ltx_runtime.transformer import model as transformer_model
 
 TESTS = Path(__file__).parent
 GOLDENS = TESTS / "goldens"
@@ -160,6 +161,38 @@ def test_steps_of_a_stage_differ_in_values_only(model):
     first, last = (model.modulation(constants, torch.tensor(sigma)) for sigma in (1.0, 0.1))
     assert layout((constants, first)) == layout((constants, last))
     assert not torch.equal(first.video.blocks, last.video.blocks)
+
+
+@pytest.mark.parametrize("compatibility", ["reference", "comfyui"])
+@pytest.mark.parametrize("many_levels", [False, True])
+def test_rows_of_a_step_do_not_depend_on_the_other_steps(model, monkeypatch, many_levels, compatibility):
+    if many_levels:
+        monkeypatch.setattr(transformer_model, "MANY_LEVELS", 1)
+    video, audio, contexts = random_states(model, batch=2)
+    video = replace_frame(video, 0, torch.zeros(2, 16, 1, 2, 3), strength=0.3)
+    constants = model.prepare(
+        video=video, audio=audio, **contexts, per_sample_sigma=True, compatibility=compatibility
+    )
+    sigmas, audio_sigmas = torch.rand(5, 2), torch.rand(5, 2)
+    together = model.modulations(constants, sigmas, audio_sigmas)
+    assert len(together) == 5
+    for step, rows in enumerate(together):
+        alone = model.modulation(constants, sigmas[step], audio_sigmas[step])
+        for (name, mine), (_, other) in zip(named_tensors(rows), named_tensors(alone), strict=True):
+            assert torch.equal(mine, other), (step, name)
+    assert not torch.equal(together[0].video.cross_gate, together[1].video.cross_gate)
+
+
+@pytest.mark.parametrize("many_levels", [False, True])
+def test_the_memory_of_rows_is_known_before_they_are_made(model, monkeypatch, many_levels):
+    video, audio, contexts = random_states(model)
+    if many_levels:
+        monkeypatch.setattr(transformer_model, "MANY_LEVELS", 6)
+        video = dataclasses.replace(video, denoise_mask=torch.linspace(0.1, 1, video.tokens).reshape(1, -1, 1))
+    constants = model.prepare(video=video, audio=audio, **contexts)
+    rows = model.modulation(constants, torch.tensor(0.5))
+    held = sum(part.nbytes for stream in (rows.video, rows.audio) for part in (stream.blocks, stream.cross))
+    assert model.modulation_bytes(constants) == held
 
 
 # --- ComfyUI compatibility (transformer.md sections 18.1 to 18.3) ---------------------------------------------------

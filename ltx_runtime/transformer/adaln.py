@@ -1,7 +1,7 @@
 """Adaptive layer norm: from a noise level to shift, scale and gate rows.
 
-Rows are made per distinct noise level before the loop, never per token: text-to-video has one level a step. A row set
-stands as (rows, U, width), U the number of distinct levels.
+Rows are made per distinct noise level before the loop, never per token: text-to-video has one level a step. They are
+made for several steps at once, as (steps, rows, U, width), U the number of distinct levels.
 
 Source: transformer.md section 6.
 """
@@ -18,10 +18,10 @@ SINUSOID_WIDTH = 256
 
 
 def sinusoid(timesteps: Tensor) -> Tensor:
-    """(n,) timesteps on the 0...1000 scale -> (n, 256) float32, cosines first."""
+    """(...) timesteps on the 0...1000 scale -> (..., 256) float32, cosines first."""
     half = SINUSOID_WIDTH // 2
     exponents = torch.arange(half, dtype=torch.float32, device=timesteps.device) * -math.log(10000) / half
-    angles = timesteps.to(torch.float32)[:, None] * exponents.exp()
+    angles = timesteps.to(torch.float32).unsqueeze(-1) * exponents.exp()
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
@@ -32,7 +32,7 @@ class _TimestepEmbedder(nn.Module):
         self.linear_2 = nn.Linear(width, width)
 
     def forward(self, features: Tensor) -> Tensor:
-        return self.linear_2(F.silu(self.linear_1(features)))
+        return _step_by_step(self.linear_2, F.silu(_step_by_step(self.linear_1, features)))
 
 
 class _Embedding(nn.Module):
@@ -50,20 +50,31 @@ class AdaLayerNormSingle(nn.Module):
         self.emb = _Embedding(width)
         self.linear = nn.Linear(width, rows * width)
 
-    def forward(self, timesteps: Tensor) -> tuple[Tensor, Tensor]:
-        """timesteps: (U,) float32, 0...1000. Returns rows (rows, U, width) and the embedding (U, width)."""
-        embedding = self.emb.timestep_embedder(sinusoid(timesteps).to(self.linear.weight.dtype))
-        rows = self.linear(F.silu(embedding)).unflatten(1, (-1, self.width))
-        return rows.transpose(0, 1), embedding
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """features: (steps, U, 256), sinusoids in the weight dtype. Returns rows (steps, rows, U, width) and the
+        embedding (steps, U, width)."""
+        embedding = self.emb.timestep_embedder(features)
+        rows = _step_by_step(self.linear, F.silu(embedding)).unflatten(2, (-1, self.width))
+        return rows.transpose(1, 2), embedding
 
 
-def add_tables(tables: list[Tensor], rows: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Block tables (rows, width) each + shared rows (rows, U, width) -> (blocks, rows, U, width), in dtype.
+def _step_by_step(linear: nn.Linear, x: Tensor) -> Tensor:
+    """linear of (steps, U, width), one product a step: the kernel of a product, and with it the bits, may depend on the
+    number of rows, and a step must not depend on how many others are prepared with it."""
+    return torch.stack([linear(rows) for rows in x.unbind()])
 
-    Without rows (prompt AdaLN off) the tables alone, U = 1. Contiguous, so that a row is a (U, width) table.
+
+def stack_tables(tables: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """The blocks' tables (rows, width) as one (blocks, rows, 1, width) in dtype."""
+    return torch.stack(tables).to(dtype).unsqueeze(2)
+
+
+def add_tables(tables: Tensor, rows: Tensor) -> Tensor:
+    """Block tables (blocks, rows, 1, width) + shared rows (steps, rows, U, width) -> (steps, blocks, rows, U, width).
+
+    Contiguous, so that a row is a (U, width) table.
     """
-    stacked = torch.stack(tables).to(dtype).unsqueeze(2)
-    return stacked.contiguous() if rows is None else (stacked + rows).contiguous()
+    return (tables + rows.unsqueeze(1)).contiguous()
 
 
 def token_row(row: Tensor, index: Tensor | None) -> Tensor:

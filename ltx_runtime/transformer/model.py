@@ -1,8 +1,8 @@
 """The LTX denoiser: an audio and a video stream through the same blocks.
 
-Three calls make a step. `prepare` turns a stage's tokens and contexts into constants, once a stage. `modulation` turns
-sigmas into AdaLN rows, once a step, before the loop. `forward` is pure device work: no host sync, no random numbers, no
-host tensor, no branch on data. It is what gets captured.
+Three calls make a step. `prepare` turns a stage's tokens and contexts into constants, once a stage. `modulations` turns
+the sigmas of all steps into AdaLN rows, before the loop. `forward` is pure device work: no host sync, no random
+numbers, no host tensor, no branch on data. It is what gets captured.
 
 Source: transformer.md; sections are named at each part. Where ComfyUI deviates (18.1 to 18.3) the reference is followed
 unless compatibility says "comfyui".
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from ..conditioning import TokenState
 from ..config import ConnectorConfig, TransformerConfig
 from ..errors import CheckpointError, RequestError, ShapeError
+from ..tensor_tree import map_tensors
 from ..triton_use import on_device
-from .adaln import AdaLayerNormSingle, add_tables
+from .adaln import AdaLayerNormSingle, add_tables, sinusoid, stack_tables
 from .block import COMFYUI_QK_EPS, TransformerBlock
 from .connector import Connector
 from .inputs import (
@@ -41,6 +42,8 @@ CONTEXT_LENGTH = 1024
 _SAME_LEVEL = 1e-6
 # Above this many noise levels a step's rows are made block by block: at 22B rows for all blocks take 5 MB a level.
 MANY_LEVELS = 16
+# Rows of a block's tables: those of its own stream, and the first of its cross attention's (the last is the gate).
+_BLOCK_ROWS, _CROSS_ROWS = 9, 4
 
 
 class LTXTransformer(nn.Module):
@@ -55,12 +58,12 @@ class LTXTransformer(nn.Module):
         self.audio_patchify_proj = nn.Linear(config.audio_in_channels, audio)
         self.keyframes_abs_pos_embedding = nn.Parameter(torch.empty(1, video)) if config.keyframe_embedding else None
 
-        self.adaln_single = AdaLayerNormSingle(video, 9)
-        self.audio_adaln_single = AdaLayerNormSingle(audio, 9)
+        self.adaln_single = AdaLayerNormSingle(video, _BLOCK_ROWS)
+        self.audio_adaln_single = AdaLayerNormSingle(audio, _BLOCK_ROWS)
         self.prompt_adaln_single = AdaLayerNormSingle(video, 2) if config.prompt_adaln else None
         self.audio_prompt_adaln_single = AdaLayerNormSingle(audio, 2) if config.prompt_adaln else None
-        self.av_ca_video_scale_shift_adaln_single = AdaLayerNormSingle(video, 4)
-        self.av_ca_audio_scale_shift_adaln_single = AdaLayerNormSingle(audio, 4)
+        self.av_ca_video_scale_shift_adaln_single = AdaLayerNormSingle(video, _CROSS_ROWS)
+        self.av_ca_audio_scale_shift_adaln_single = AdaLayerNormSingle(audio, _CROSS_ROWS)
         self.av_ca_a2v_gate_adaln_single = AdaLayerNormSingle(video, 1)
         self.av_ca_v2a_gate_adaln_single = AdaLayerNormSingle(audio, 1)
 
@@ -182,32 +185,40 @@ class LTXTransformer(nn.Module):
     def modulation(
         self, constants: ForwardConstants, sigma: Tensor, sigma_audio: Tensor | None = None
     ) -> StepModulation:
-        """AdaLN rows of one step for all blocks (section 6), per distinct noise level. Runs before the loop.
+        """AdaLN rows of one step, see modulations; sigmas without the axis of steps."""
+        audio = None if sigma_audio is None else sigma_audio.reshape(1, -1)
+        return self.modulations(constants, sigma.reshape(1, -1), audio)[0]
 
-        sigma: float32 of 1 element, or B with per_sample_sigma, of both streams; of video only when sigma_audio is
-        given. A frozen stream (given sound) has denoise mask 0 and sigma 0.
+    def modulations(
+        self, constants: ForwardConstants, sigmas: Tensor, audio_sigmas: Tensor | None = None
+    ) -> list[StepModulation]:
+        """AdaLN rows of several steps for all blocks (section 6), per distinct noise level. Runs before the loop.
+
+        sigmas: (steps, 1) float32, or (steps, B) with per_sample_sigma, of both streams; of video only when
+        audio_sigmas is given. A frozen stream (given sound) has denoise mask 0 and sigma 0. A step's rows have the same
+        bits whatever the other steps; they are views of tensors that all steps share.
         Raises ShapeError for another number of sigmas.
         """
-        sigmas = {}
+        given = {}
         if constants.video is not None:
-            sigmas["video"] = self._sigma(sigma, constants)
+            given["video"] = self._sigmas(sigmas, constants)
         if constants.audio is not None:
-            sigmas["audio"] = self._sigma(sigma if sigma_audio is None else sigma_audio, constants)
-        both = len(sigmas) == 2
+            given["audio"] = self._sigmas(sigmas if audio_sigmas is None else audio_sigmas, constants)
+        both = len(given) == 2
         # The scalar level of each stream, which modulates its prompt and gates the other stream's cross attention.
-        scalars, gates = dict(sigmas), dict(sigmas)
+        scalars, gates = dict(given), dict(given)
         if constants.compatibility == "comfyui":
             # ComfyUI takes the largest token level: own sample's for prompts, the whole batch's for gates (18.3).
             for name, stream in (("video", constants.video), ("audio", constants.audio)):
                 if stream is not None:
-                    scalars[name] = sigmas[name] * stream.max_mask
-                    gates[name] = scalars[name].max().reshape(1)
+                    scalars[name] = given[name] * stream.max_mask
+                    gates[name] = scalars[name].amax(dim=1, keepdim=True)
 
         blocks = self.transformer_blocks
         video = audio = None
         if constants.video is not None:
             video = self._stream_modulation(
-                levels=_levels(sigmas["video"], constants.video),
+                levels=_levels(given["video"], constants.video),
                 scalar=scalars["video"],
                 gate=gates["audio"] if both else None,
                 adaln=self.adaln_single,
@@ -221,7 +232,7 @@ class LTXTransformer(nn.Module):
             )
         if constants.audio is not None:
             audio = self._stream_modulation(
-                levels=_levels(sigmas["audio"], constants.audio),
+                levels=_levels(given["audio"], constants.audio),
                 scalar=scalars["audio"],
                 gate=gates["video"] if both else None,
                 adaln=self.audio_adaln_single,
@@ -233,7 +244,18 @@ class LTXTransformer(nn.Module):
                 cross_tables=[block.scale_shift_table_a2v_ca_audio for block in blocks],
                 output_table=self.audio_scale_shift_table,
             )
-        return StepModulation(video=video, audio=audio)
+        together = StepModulation(video=video, audio=audio)
+        return [map_tensors(lambda _, rows, step=step: rows[step], together) for step in range(sigmas.shape[0])]
+
+    def modulation_bytes(self, constants: ForwardConstants) -> int:
+        """Memory of one step's AdaLN rows, about: of those that grow with the number of noise levels."""
+        rows = 0
+        for stream, width in ((constants.video, self.config.video_width), (constants.audio, self.config.audio_width)):
+            if stream is not None:
+                levels = stream.mask_values.numel() * constants.num_sigmas
+                blocks = 1 if levels > MANY_LEVELS else len(self.transformer_blocks)
+                rows += levels * blocks * (_BLOCK_ROWS + _CROSS_ROWS) * width
+        return rows * self.dtype.itemsize
 
     def forward(
         self,
@@ -352,14 +374,13 @@ class LTXTransformer(nn.Module):
             return modes, keep.to(self.device, self.dtype)[..., None, None, None]
         return modes, None
 
-    def _sigma(self, sigma: Tensor, constants: ForwardConstants) -> Tensor:
-        """(num_sigmas,) float32 on the device."""
-        sigma = sigma.to(self.device, torch.float32).reshape(-1)
-        if sigma.numel() != constants.num_sigmas:
+    def _sigmas(self, sigmas: Tensor, constants: ForwardConstants) -> Tensor:
+        """(steps, num_sigmas) float32 on the device."""
+        if sigmas.shape[1] != constants.num_sigmas:
             raise ShapeError(
-                f"{sigma.numel()} sigmas for a step prepared for {constants.num_sigmas} (see per_sample_sigma)."
+                f"{sigmas.shape[1]} sigmas for a step prepared for {constants.num_sigmas} (see per_sample_sigma)."
             )
-        return sigma
+        return sigmas.to(self.device, torch.float32)
 
     def _stream_modulation(
         self,
@@ -376,33 +397,48 @@ class LTXTransformer(nn.Module):
         cross_tables: list[Tensor],
         output_table: Tensor,
     ) -> StreamModulation:
-        scale, dtype = self.config.timestep_scale, self.dtype
-        many = levels.numel() > MANY_LEVELS
-        rows, embedding = adaln(levels * scale)
-        if many:
-            blocks, block_tables = rows[None].contiguous(), add_tables(tables, None, dtype)
-        else:
-            blocks, block_tables = add_tables(tables, rows, dtype), None
-            blocks[:, 1::3].add_(1)
+        """Of all steps together: every tensor has an axis of steps in front. levels, scalar, gate: (steps, ...)."""
+        steps, dtype = levels.shape[0], self.dtype
+        many = levels.shape[1] > MANY_LEVELS
+        timesteps = [levels * self.config.timestep_scale, scalar * self.config.timestep_scale]
+        if gate is not None:
+            timesteps.append(gate * self.config.av_ca_timestep_scale)
+        widths = [part.shape[1] for part in timesteps]
+        of_levels, of_scalar, *of_gate = sinusoid(torch.cat(timesteps, dim=1)).to(dtype).split(widths, dim=1)
 
-        prompt_rows = None if prompt_adaln is None else prompt_adaln(scalar * scale)[0]
-        prompt = add_tables(prompt_tables, prompt_rows, dtype)
-        prompt[:, 1].add_(1)
+        def of_all_steps(table: Tensor) -> Tensor:
+            return table.expand(steps, *table.shape)
+
+        rows, embedding = adaln(of_levels)
+        tables = stack_tables(tables, dtype)
+        if many:
+            blocks, block_tables = rows[:, None].contiguous(), of_all_steps(tables)
+        else:
+            blocks, block_tables = add_tables(tables, rows), None
+            blocks[:, :, 1::3].add_(1)
+
+        prompt = stack_tables(prompt_tables, dtype)
+        if prompt_adaln is None:
+            prompt = of_all_steps(torch.cat((prompt[:, :1], prompt[:, 1:] + 1), dim=1))
+        else:
+            prompt = add_tables(prompt, prompt_adaln(of_scalar)[0])
+            prompt[:, :, 1].add_(1)
 
         cross = cross_gate = own_cross_tables = None
         if gate is not None:
-            scale_shift_tables = [table[:4] for table in cross_tables]
-            cross_rows = cross_adaln(levels * scale)[0]
+            tables = stack_tables(cross_tables, dtype)
+            scale_shift_tables, gate_tables = tables[:, :_CROSS_ROWS], tables[:, _CROSS_ROWS:]
+            cross_rows = cross_adaln(of_levels)[0]
             if many:
-                cross, own_cross_tables = cross_rows[None].contiguous(), add_tables(scale_shift_tables, None, dtype)
+                cross = cross_rows[:, None].contiguous()
+                own_cross_tables = of_all_steps(scale_shift_tables.contiguous())
             else:
-                cross = add_tables(scale_shift_tables, cross_rows, dtype)
-                cross[:, 0::2].add_(1)
-            gate_rows = gate_adaln(gate * self.config.av_ca_timestep_scale)[0]
-            cross_gate = add_tables([table[4:] for table in cross_tables], gate_rows, dtype).squeeze(1)
+                cross = add_tables(scale_shift_tables, cross_rows)
+                cross[:, :, 0::2].add_(1)
+            cross_gate = add_tables(gate_tables, gate_adaln(*of_gate)[0]).squeeze(2)
 
-        output = output_table.to(dtype).unsqueeze(1) + embedding
-        output[1].add_(1)
+        output = output_table.to(dtype).unsqueeze(1) + embedding.unsqueeze(1)
+        output[:, 1].add_(1)
         return StreamModulation(
             blocks=blocks,
             prompt=prompt,
@@ -438,9 +474,9 @@ def _shared(tensor: Tensor) -> Tensor:
     return tensor[:1] if bool((tensor == tensor[:1]).all()) else tensor
 
 
-def _levels(sigma: Tensor, stream: StreamConstants) -> Tensor:
-    """Distinct noise levels (U,), in the order that timestep_index points into."""
-    return (sigma[:, None] * stream.mask_values).flatten()
+def _levels(sigmas: Tensor, stream: StreamConstants) -> Tensor:
+    """Distinct noise levels (steps, U), in the order that timestep_index points into."""
+    return (sigmas.unsqueeze(-1) * stream.mask_values).flatten(1)
 
 
 def _noise_levels(mask: Tensor, per_sample_sigma: bool) -> tuple[Tensor, Tensor | None]:
@@ -448,6 +484,9 @@ def _noise_levels(mask: Tensor, per_sample_sigma: bool) -> tuple[Tensor, Tensor 
 
     With a sigma per sample the levels of sample b stand at b*M ... b*M + M-1.
     """
+    low, high = torch.aminmax(mask)
+    if bool(low == high):
+        return low.reshape(1), None
     values, index = torch.unique(mask, return_inverse=True)
     # A resized mask holds one value as several that differ by rounding: one level, so that the key stays the same.
     steps = values.diff() > _SAME_LEVEL
