@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,24 @@ def test_every_fall_ends_in_the_frames_of_the_smaller_plan(decoders, monkeypatch
     assert len(restarts) == sum(where != FIRST for where in falls)
     for start, stop in itertools.pairwise([0, *restarts, len(done)]):
         assert done[start:stop] == sorted(done[start:stop])
+
+
+@pytest.mark.parametrize("kind", ["conv", "diffusion"])
+def test_what_a_failed_plan_held_is_free_before_the_next_begins(decoders, monkeypatch, kind):
+    decoder = decoders[kind]
+    real, held, alive = decoder.vae._decoding.pieces, [], []
+
+    def pieces(*args):
+        if not held:
+            activation = torch.empty(1000)
+            held.append(weakref.ref(activation))
+            raise torch.OutOfMemoryError("injected")
+        alive.append(held[0]() is not None)
+        yield from real(*args)
+
+    monkeypatch.setattr(decoder.vae._decoding, "pieces", pieces)
+    decoder.vae.decode(decoder.latent)
+    assert alive == [False]
 
 
 @pytest.mark.parametrize("kind", ["conv", "diffusion"])
