@@ -18,7 +18,7 @@ from ltx_runtime.seams import compare_at_seams
 from ltx_runtime.tiny import write_tiny_diffusion_vae
 from ltx_runtime.video_vae import TileOverlaps, Tiling
 from ltx_runtime.video_vae.diffusion_grid import DecodeGrid
-from ltx_runtime.video_vae.tiling import blend, latent_spans
+from ltx_runtime.video_vae.tiling import blend, completed, latent_spans
 
 LAYOUT = TileOverlaps((6, 16, 24), (2, 1, 2), (((2, 4),), (), ((10, 14),)))
 CLIP = (6, 16, 24, 3)
@@ -64,6 +64,16 @@ def test_overlaps_of_the_conv_decoder_are_where_tiles_are_blended(tiling):
     layout = TileOverlaps.of(spans, [slice(0, axis[-1].last) for axis in spans])
     assert layout.size == (33, 160, 224)
     assert torch.equal(blended(spans), masks(layout))
+
+
+@pytest.mark.parametrize(("cells", "size", "overlap"), [(11, 6, 4), (9, 6, 2), (8, 3, 2), (5, 9, 1), (7, 2, 3)])
+def test_the_weights_of_all_tiles_add_up_to_one(cells, size, overlap):
+    """Also where a short tile's two ramps meet, or more than two tiles overlap."""
+    _, rows, _ = latent_spans((1, cells, 1), Tiling((0, size, 0), (0, overlap, 0)))
+    total = torch.zeros(32 * cells)
+    for span in completed(rows):
+        total[span.positions] += span.weights
+    assert torch.allclose(total, torch.ones(32 * cells))
 
 
 def test_overlaps_of_the_diffusion_decoder_are_cut_to_the_content(diffusion_grid):
