@@ -461,6 +461,8 @@ def test_auto_records_a_length_that_comes_back(recorded):
     assert stages_of(recorded, random_latent(2), graphs_refused="the host says no") == eager
     recorded.evict()
     assert len(recorded.graphs) == 0
+    recorded.ensure_resident()
+    assert stages_of(recorded, random_latent(2)) == eager, "a VAE that leaves with every render records in none"
     assert recorded.graphs.counters.captures == 1
 
 

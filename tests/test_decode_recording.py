@@ -295,6 +295,18 @@ def test_auto_records_a_steady_chunk_inside_its_first_clip(conv, clock, monkeypa
     assert said.startswith("1 recorded, ") and conv.graphs.counters.captures == 1 and "replayed, " in said
 
 
+@pytest.mark.parametrize("lose", [lambda vae: vae.evict(), lambda vae: vae.graphs.close()], ids=["VAE", "recordings"])
+def test_auto_records_anew_what_is_used_thrice_not_what_is_lost_with_every_render(conv, clock, monkeypatch, lose):
+    host_and_device(monkeypatch, conv, clock, 10, 10)
+    latent = random_latent(conv, (3, 1, 2))
+    for _ in range(4):
+        decoded(conv, latent)
+    lose(conv)
+    said = [decoded(conv, latent)[1] for _ in range(3)]
+    assert said[0] == "eager, this shape is new: its second use is timed" and said[1] == "eager, timed for its next use"
+    assert said[2].startswith("1 recorded") and conv.graphs.counters.captures == 2
+
+
 def test_auto_waits_for_no_device_to_decide(recorded, kind, clock, monkeypatch):
     host_and_device(monkeypatch, recorded, clock, 10, 10)
     recorded.graphs.forget_measurements()

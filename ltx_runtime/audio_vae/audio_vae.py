@@ -80,6 +80,8 @@ class AudioVAE(ResidentModule):
 
     def evict(self) -> None:
         self.graphs.close()
+        # Where memory is so short that it leaves with every render, a recording would never be replayed.
+        self.graphs.forget_measurements()
         super().evict()
 
     @property

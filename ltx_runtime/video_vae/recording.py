@@ -228,6 +228,8 @@ class PieceRecorder:
             self._refused = str(error)
             self._say(self._refused)
             return None
+        # Once it had to go, the shape must come back as if it were new: others may take its memory in every render.
+        self._graphs.remember(key, None)
         self._count("recorded", recording)
         return outputs
 
