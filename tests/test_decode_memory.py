@@ -20,11 +20,12 @@ import pytest
 import torch
 from cancelling import Cancelled, cancel_at
 
+from ltx_runtime.checkpoint import read_header
 from ltx_runtime.errors import LTXError
 from ltx_runtime.memory import DeviceMemoryError, is_out_of_memory
 from ltx_runtime.timing import Timeline
 from ltx_runtime.tiny import write_tiny_diffusion_vae
-from ltx_runtime.video_vae import DecodePlan, VideoVAE, host_frames, load_video_vae
+from ltx_runtime.video_vae import DecodePlan, VideoVAE, decode, host_frames, load_video_vae
 from ltx_runtime.video_vae.host_frames import HostWriter, allocate_frames, to_frames
 from ltx_runtime.video_vae.in_flight import Pace
 
@@ -312,6 +313,24 @@ def test_frames_made_in_inference_mode_are_filled_too(small_pages):
         with HostWriter(host) as writer:
             writer.copy(source, host, lambda: None).result()
         assert torch.equal(host, source)
+
+
+def test_a_plan_counts_on_what_frames_and_weights_leave(monkeypatch):
+    """On a CPU the frames lie in the memory that the decode takes."""
+    vae = VideoVAE(read_header(TINY_CONV), device="cpu", dtype=torch.float32)
+    given, real = [], vae._decoding.plan
+
+    def plan(*args, free_bytes, **options):
+        given.append(free_bytes)
+        return real(*args, free_bytes=free_bytes, **options)
+
+    monkeypatch.setattr(vae._decoding, "plan", plan)
+    monkeypatch.setattr(decode, "device_free_bytes", lambda device: 1 << 30)
+    vae.plan(LATENTS["conv"])
+    vae.ensure_resident()
+    vae.plan(LATENTS["conv"])
+    left = (1 << 30) - 17 * 32 * 1024 * 3 * 4
+    assert given == [left - vae.weights_bytes, left] and vae.weights_bytes > 0
 
 
 def test_one_core_is_left_to_the_thread_that_issues(monkeypatch):
