@@ -43,6 +43,12 @@ def test_comfyui_is_told_what_the_weights_hold_once_they_are_read(client):
     assert packed[0] == packed[1] < read[0]
 
 
+def test_contexts_of_prompts_count_and_make_way(client):
+    run = client.run({"model": prompts.render()["model"], "sizes": node("LTXTestContexts", model=["model", 0])})
+    (alone, kept, after), freed = json.loads(run.outputs["sizes"]["text"][0])
+    assert kept - alone == freed > 0 and after == alone
+
+
 def test_a_load_can_be_cancelled(client, base):
     client.free()
     assert resident(client, 5) == []

@@ -318,6 +318,29 @@ class LTXTestSizes(Node):
         return {"ui": {"text": [json.dumps(found)]}}
 
 
+class LTXTestContexts(Node):
+    """JSON: the bytes that ComfyUI is told of a transformer, with its weights alone, with a prompt's contexts beside
+    them, and after ComfyUI asked for one byte; and how many it then was told to have got."""
+
+    RETURN_TYPES = ()
+    OUTPUT_NODE = True
+    INPUTS: ClassVar = {"model": ("LTXGRAPH_MODEL",)}
+
+    def run(self, model):
+        patcher, resident = model.patcher, model.model
+        patcher.detach()
+        patcher.partially_load(patcher.load_device)
+        sizes = [patcher.model_size()]
+        width = resident.config.context_width + resident.config.audio_context_width
+        resident.connect_text(torch.ones(1, 5, width))
+        sizes.append(patcher.model_size())
+        freed = patcher.partially_unload(patcher.offload_device, 1)
+        sizes.append(patcher.model_size())
+        patcher.detach()
+        patcher.load_events = []  # no later render is to tell of this load
+        return {"ui": {"text": [json.dumps([sizes, freed])]}}
+
+
 class LTXVDualCFGGuider(Node):
     """Stands in for the core node of this name, which ComfyUI has from 0.32 on and which then wins: workflows with it
     can be converted and validated."""
