@@ -205,9 +205,11 @@ def test_a_whole_clip_of_the_diffusion_decoder_tells_its_progress_and_can_be_can
 def test_the_host_asks_about_every_hundredth_of_the_work():
     told, asked = [], []
     pace = Pace(torch.device("cpu"), lambda: asked.append(None), told.append)
-    for clip, piece in itertools.product(range(2), range(1, 1001)):
-        pace.issued(clip, 2, piece / 1000)
-    assert told == sorted(told) and told[-1] == 1
+    for clip in range(2):
+        for piece in range(1, 1001):
+            pace.issued(clip, 2, piece / 1000)
+        assert told == sorted(told) and told[-1] == pytest.approx((clip + 1) / 2, abs=0.01)
+    assert told[-1] == 1
     assert 90 < len(told) <= 101 and len(asked) == len(told)
 
 
