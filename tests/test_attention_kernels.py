@@ -36,7 +36,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    attention_kernels.probe(torch.device("cpu"), torch.float32)
+    attention_kernels.probe(torch.device("cpu"), torch.float32, 2, 16)
     for case in ROTATED:
         for name, error in zip("qk", rotated_errors(*case)):
             print(f"{name} {case}", error, rounded_once(case[-1]))

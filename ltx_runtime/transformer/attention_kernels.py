@@ -19,14 +19,13 @@ _GATED = 4096
 _PER_WARP = 1024
 
 
-def probe(device: torch.device, dtype: torch.dtype) -> None:
+def probe(device: torch.device, dtype: torch.dtype, heads: int, head_dim: int) -> None:
     """Build the kernels and run them, in the current device, for triton_use.try_triton."""
-    heads, half = 2, 8
-    q, k = (torch.zeros(1, 2, 2 * heads * half, device=device, dtype=dtype) for _ in range(2))
-    weight = torch.ones(2 * heads * half, device=device, dtype=dtype)
-    table = RopeTable(*(torch.ones(1, 2, heads, half, device=device, dtype=dtype) for _ in range(2)))
+    q, k = (torch.zeros(1, 2, heads * head_dim, device=device, dtype=dtype) for _ in range(2))
+    weight = torch.ones(heads * head_dim, device=device, dtype=dtype)
+    table = RopeTable(*(torch.ones(1, 2, heads, head_dim // 2, device=device, dtype=dtype) for _ in range(2)))
     for rope in (table, None):
-        norm_and_rotate_(q, k, weight, weight, rope, rope, 2 * half, eps=1e-6)
+        norm_and_rotate_(q, k, weight, weight, rope, rope, head_dim, eps=1e-6)
     gate_heads_(q.unflatten(2, (heads, -1)), torch.zeros(1, 2, heads, device=device, dtype=dtype))
 
 

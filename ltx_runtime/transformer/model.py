@@ -179,7 +179,7 @@ class LTXTransformer(nn.Module):
             perturbation_keep=keep,
             num_sigmas=batch if per_sample_sigma else 1,
             compatibility=compatibility,
-            fused=refusal(self.device, self.dtype, c.video_width) is None,
+            fused=self._fused_refusal() is None,
         )
 
     def modulation(
@@ -285,6 +285,11 @@ class LTXTransformer(nn.Module):
                 None if video is None else _output(video, modulation.video, self.proj_out),
                 None if audio is None else _output(audio, modulation.audio, self.audio_proj_out),
             )
+
+    def _fused_refusal(self) -> str | None:
+        c = self.config
+        heads = ((c.video_heads, c.video_head_dim), (c.audio_heads, c.audio_head_dim))
+        return refusal(self.device, self.dtype, heads)
 
     def _stream(self, x: Tensor, constants: StreamConstants, fused: bool) -> ResidualStream:
         return ResidualStream(x, constants.timestep_index, self.config.norm_eps, fused)

@@ -82,28 +82,35 @@ class ResidualStream:
         return self._x
 
 
-def refusal(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
+def refusal(device: torch.device, dtype: torch.dtype, heads: tuple[tuple[int, int], ...]) -> str | None:
     """Why the fused passes can't run here, those of attention included; None where they can. Builds and runs kernels at
-    its first use in a process."""
+    its first use in a process.
+
+    heads: of each stream, their number and size; together they are as wide as the stream.
+    """
     reason = triton_refusal(device, dtype, OWNER)
-    if reason is None and not _runs(device, dtype, width):
+    if reason is None and not _run(device, dtype, heads):
         return triton_refusal(device, dtype, OWNER)
     return reason
 
 
 # A fact about the process. A failure is kept by triton_use.
 @functools.cache
-def _runs(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    return try_triton(lambda: _probe(device, dtype, width), OWNER, "residual, norm, modulation, attention", device)
+def _run(device: torch.device, dtype: torch.dtype, heads: tuple[tuple[int, int], ...]) -> bool:
+    return try_triton(
+        lambda: _probe(device, dtype, heads), OWNER, "residual, norm, modulation, attention", device
+    )
 
 
-def _probe(device: torch.device, dtype: torch.dtype, width: int) -> None:
-    x = torch.zeros(1, 2, width, dtype=dtype, device=device)
-    row = torch.zeros(1, width, dtype=dtype, device=device)
-    stream = ResidualStream(x, None, 1e-6, fused=True)
-    stream.add(torch.zeros_like(x), row)
-    stream.normed((row, row), (row, row))
-    importlib.import_module(".attention_kernels", __package__).probe(device, dtype)
+def _probe(device: torch.device, dtype: torch.dtype, heads: tuple[tuple[int, int], ...]) -> None:
+    attention_kernels = importlib.import_module(".attention_kernels", __package__)
+    for count, head_dim in heads:
+        x = torch.zeros(1, 2, count * head_dim, dtype=dtype, device=device)
+        row = torch.zeros(1, count * head_dim, dtype=dtype, device=device)
+        stream = ResidualStream(x, None, 1e-6, fused=True)
+        stream.add(torch.zeros_like(x), row)
+        stream.normed((row, row), (row, row))
+        attention_kernels.probe(device, dtype, count, head_dim)
     torch.cuda.synchronize(device)
 
 
