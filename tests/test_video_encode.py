@@ -19,7 +19,7 @@ from ltx_runtime.errors import CheckpointError, NonFiniteError, RequestError, Sh
 from ltx_runtime.timing import Timeline
 from ltx_runtime.video_vae import EncodePlan, VideoEncoder, load_video_encoder
 from ltx_runtime.video_vae.frame_upload import centre_crop
-from ltx_runtime.video_vae.plan import MAX_ELEMENTS, plan_encode
+from ltx_runtime.video_vae.plan import MAX_ELEMENTS, plan_encode, smaller_encode_plan
 from ltx_runtime.video_vae.tiling import split_axis
 
 HERE = Path(__file__).parent
@@ -249,6 +249,12 @@ def test_a_moving_bar_is_encoded_at_a_seam_in_time_as_anywhere_else(encoder):
 
 
 # --- plans ----------------------------------------------------------------------------------------------------------
+
+
+def test_smaller_tiles_share_no_more_than_half():
+    failed = EncodePlan(1, 16, 14, 1 << 50, "tiles")
+    plan = smaller_encode_plan(config.encoder, (1, 128, 16, 16, 24), failed, item_bytes=2, fused=True)
+    assert (plan.tile, plan.overlap) == (8, 4)
 
 
 def test_plans_shrink_with_memory_to_chunks_and_then_to_tiles():

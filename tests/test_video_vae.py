@@ -363,6 +363,11 @@ def test_asked_tiles_are_made():
     assert published_plan(free_bytes=100 * GIB, asked=AskedSizes(tile_size=768, temporal_overlap=8)).tiling is None
 
 
+def test_asked_tiles_are_kept_where_they_may_not_fit():
+    plan = published_plan(free_bytes=GIB // 16, asked=AskedSizes(tile_size=384))
+    assert plan.tiling.size == (0, 12, 12) and "may run out of memory" in plan.reason
+
+
 def test_smaller_tiles_share_no_more_than_half():
     failed = DecodePlan(1, 1 << 50, "tiles", tiling=Tiling((0, 0, 16), (0, 14, 14)))
     plan = smaller_decode_plan(published_config(), S1, failed, item_bytes=2, fused=True)

@@ -331,6 +331,7 @@ def test_room_is_asked_for_the_picture_without_tiles():
     config = published_config()
     exact = exact_diffusion_bytes(config, S1, item_bytes=2)
     assert exact == published_plan(free_bytes=exact).peak_bytes
+    assert published_plan(free_bytes=exact).tiling is None and published_plan(free_bytes=exact - 1).tiling
     asked = AskedSizes(tile_size=384, temporal_size=64)
     assert exact_diffusion_bytes(config, S1, item_bytes=2, asked=asked) < 0.6 * exact
 
