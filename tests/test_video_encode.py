@@ -14,7 +14,7 @@ from model_files import rewritten
 from safetensors.torch import load_file
 
 from ltx_runtime.checkpoint import read_header
-from ltx_runtime.config import ConvVAEConfig
+from ltx_runtime.config import ConvVAEConfig, VideoEncoderConfig
 from ltx_runtime.errors import CheckpointError, NonFiniteError, RequestError, ShapeError
 from ltx_runtime.timing import Timeline
 from ltx_runtime.video_vae import EncodePlan, VideoEncoder, load_video_encoder
@@ -51,11 +51,15 @@ def planned(chunk: int, *, tile: int = 0, overlap: int = 0) -> EncodePlan:
     return EncodePlan(chunk, tile, overlap, 0, "set by a test")
 
 
+def published_encoder() -> VideoEncoderConfig:
+    config = json.loads((HERE / "configs" / "video_vae_conv.json").read_text())
+    return ConvVAEConfig.from_shapes(config, {}).encoder
+
+
 def published_plan(height: int = 16, width: int = 24, frames: int = 16, **options) -> EncodePlan:
     """768x512x121 unless told otherwise."""
-    config = ConvVAEConfig.from_shapes(json.loads((HERE / "configs" / "video_vae_conv.json").read_text()), {})
     options.setdefault("fused", True)
-    return plan_encode(config.encoder, (1, 128, frames, height, width), item_bytes=2, **options)
+    return plan_encode(published_encoder(), (1, 128, frames, height, width), item_bytes=2, **options)
 
 
 GIB = 2**30
@@ -253,7 +257,7 @@ def test_a_moving_bar_is_encoded_at_a_seam_in_time_as_anywhere_else(encoder):
 
 def test_smaller_tiles_share_no_more_than_half():
     failed = EncodePlan(1, 16, 14, 1 << 50, "tiles")
-    plan = smaller_encode_plan(config.encoder, (1, 128, 16, 16, 24), failed, item_bytes=2, fused=True)
+    plan = smaller_encode_plan(published_encoder(), (1, 128, 16, 16, 24), failed, item_bytes=2, fused=True)
     assert (plan.tile, plan.overlap) == (8, 4)
 
 
