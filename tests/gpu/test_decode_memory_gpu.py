@@ -155,17 +155,19 @@ def test_every_plan_stays_within_the_memory_it_names(vaes, kind):
 
 
 @pytest.mark.parametrize("cuda_graph", ["off", "auto"])
-def test_memory_stays_flat_over_twenty_decodes_of_alternating_shapes(vaes, cuda_graph):
+def test_memory_stays_flat_over_twenty_settled_decodes_of_alternating_shapes(vaes, cuda_graph):
     kinds = [(vaes[kind], size) for size in ("small", "medium") for kind in ("conv", "diffusion")]
     reserved, pinned, allocated = [], [], []
-    for index in range(20):
+    for index in range(36):
         vae, size = kinds[index % len(kinds)]
         vae.decode(random_latent(vae, SIZES[size]), cuda_graph=cuda_graph, free_bytes=1 << 40)
         gc.collect()
         allocated.append(torch.cuda.memory_allocated() >> 10)
         reserved.append(torch.cuda.memory_reserved() >> 20)
         pinned.append(torch.cuda.host_memory_stats()["num_host_alloc"])
-    rounds = 3 * len(kinds)  # in the third, auto has recorded what it records
+    # In the third round auto records what it records, and gives the allocator's cache back: it is full again in the
+    # fourth.
+    rounds = 4 * len(kinds)
     assert max(allocated[rounds:]) - min(allocated[rounds:]) <= 1 << 10, f"KiB allocated: {allocated}"
     assert max(reserved[rounds:]) <= max(reserved[:rounds]), f"MiB reserved: {reserved}"
     assert pinned[-1] == pinned[rounds], f"pinned buffers made: {pinned}"
