@@ -15,12 +15,8 @@ sys.path.insert(0, str(ROOT))
 
 from ltx_runtime.audio_vae import AudioVAE
 from ltx_runtime.checkpoint import CheckpointHeader, TensorSpec
-from ltx_runtime.conditioning import audio_state, text_to_video_state
 from ltx_runtime.cuda_graph import allocator_backend
 from ltx_runtime.runtime import TransformerModel
-from ltx_runtime.sampler import SampleRequest, TextFeatures
-from ltx_runtime.schedules import distilled_sigmas
-from ltx_runtime.shapes import AudioLatentShape, VideoLatentShape, audio_latent_frames
 from ltx_runtime.tiny import fill_random
 from ltx_runtime.upsampler import LatentUpsampler
 from ltx_runtime.video_vae import VideoVAE
@@ -81,20 +77,6 @@ class RandomAudioVAE(_RandomWeights, AudioVAE):
     def _fill(self, module, timeline, on_progress):
         super()._fill(module, timeline, on_progress)
         module.prepare()
-
-
-def request(size: str, *, seed: int = 1, prompt: int = 1, audio: bool = True) -> SampleRequest:
-    """A distilled text-to-video request of 121 frames at 24 fps with its sound, prompts of 200 random tokens."""
-    width, height = SIZES[size]
-    features = torch.randn(1, 200, 6144, generator=torch.Generator().manual_seed(prompt))
-    return SampleRequest(
-        video=text_to_video_state(VideoLatentShape.from_pixels(width, height, FRAMES), FRAME_RATE),
-        audio=audio_state(AudioLatentShape(1, 8, audio_latent_frames(FRAMES, FRAME_RATE), 16)) if audio else None,
-        text=TextFeatures(features, processed=False),
-        sigmas=distilled_sigmas(),
-        seed=seed,
-        sampler="euler_ancestral",
-    )
 
 
 def environment() -> dict:

@@ -18,7 +18,7 @@ from ..ltx_runtime.video_vae.decode import PHASE
 from . import host, live
 from .latents import check_generations, read_latent
 from .load import VideoVAE
-from .sample import Report, cuda_graphs_refused
+from .sample import cuda_graphs_refused, report_input, report_output
 
 
 class LTXGraphVideoDecode(io.ComfyNode):
@@ -41,9 +41,7 @@ class LTXGraphVideoDecode(io.ComfyNode):
                     "either way; with the diffusion VAE they are tiles that overlap.",
                     optional=False,
                 ),
-                Report.Input(
-                    "report", optional=True, tooltip="From the sampler of this render; none starts a new log."
-                ),
+                report_input(),
                 _size(
                     "temporal_overlap",
                     8,
@@ -74,7 +72,10 @@ class LTXGraphVideoDecode(io.ComfyNode):
                     "costs memory. The picture is the same bit for bit.",
                 ),
             ],
-            outputs=[io.Image.Output(display_name="images"), Report.Output(display_name="report")],
+            outputs=[
+                io.Image.Output(display_name="images", tooltip="Frames in [0, 1], on the host."),
+                report_output(),
+            ],
         )
 
     @classmethod

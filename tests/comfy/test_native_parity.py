@@ -180,7 +180,7 @@ def test_noise_is_bit_equal(native):
         return
     for step in range(len(native.sigmas) - 2):
         ours = source.step(states["video"], states["audio"])
-        for stream, mine in zip(native.streams, ours, strict=True):
+        for stream, mine in zip(native.streams, (noise for noise in ours if noise is not None), strict=True):
             assert torch.equal(mine, native.step_noise(step, stream))
 
 
