@@ -185,6 +185,8 @@ def prepare(
         )
         if forward.fused:
             note_first_use(OWNER, timeline, "prepare.constants")
+        else:
+            notes += _why_plain(device, transformer.fused_refusal())
         batched = True
         if len(passes) > 1:
             batched, words = _choose_batching(model, request, guidance.batching, len(passes), contexts, negative)
@@ -211,6 +213,11 @@ def prepare(
     for note in notes:
         timeline.note("prepare.constants", note)
     return Prepared(start, constants, coefficients, modulation, mid_modulation, noise, mid_noise, tuple(notes))
+
+
+def _why_plain(device: torch.device, refusal: str | None) -> list[str]:
+    """What a user is told whose device could do better. A CPU has nothing but plain torch."""
+    return [] if device.type == "cpu" else [f"the denoiser runs on plain torch, which is slower: Triton: {refusal}"]
 
 
 def _contexts(

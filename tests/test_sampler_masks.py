@@ -602,3 +602,12 @@ def test_sigmas_that_do_not_end_at_0_are_allowed_with_a_note(convention):
     unfinished = sampled(tiny_request(sigmas=torch.tensor(SIGMAS[:-1]), noise_convention=convention))
     assert unfinished.notes == ("the sigmas end at 0.4, not at 0: the result still holds noise",)
     assert bool(unfinished.video.isfinite().all())
+
+
+def test_a_gpu_without_the_kernels_is_told_so(monkeypatch):
+    why_plain = sampler._why_plain
+    monkeypatch.setattr(sampler, "_why_plain", lambda device, refusal: why_plain(torch.device("cuda"), refusal))
+    told = ("the denoiser runs on plain torch, which is slower: Triton: no kernel for cpu",)
+    assert sampled(tiny_request()).notes == told
+    monkeypatch.undo()
+    assert not sampled(tiny_request()).notes

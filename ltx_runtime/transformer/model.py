@@ -89,6 +89,12 @@ class LTXTransformer(nn.Module):
     def device(self) -> torch.device:
         return self.patchify_proj.weight.device
 
+    def fused_refusal(self) -> str | None:
+        """Why plain torch, not our kernels, stands between the matrix products; None where they do (residual.py)."""
+        c = self.config
+        heads = ((c.video_heads, c.video_head_dim), (c.audio_heads, c.audio_head_dim))
+        return refusal(self.device, self.dtype, heads)
+
     def connect_text(
         self,
         features: Tensor,
@@ -179,7 +185,7 @@ class LTXTransformer(nn.Module):
             perturbation_keep=keep,
             num_sigmas=batch if per_sample_sigma else 1,
             compatibility=compatibility,
-            fused=self._fused_refusal() is None,
+            fused=self.fused_refusal() is None,
         )
 
     def modulation(
@@ -285,11 +291,6 @@ class LTXTransformer(nn.Module):
                 None if video is None else _output(video, modulation.video, self.proj_out),
                 None if audio is None else _output(audio, modulation.audio, self.audio_proj_out),
             )
-
-    def _fused_refusal(self) -> str | None:
-        c = self.config
-        heads = ((c.video_heads, c.video_head_dim), (c.audio_heads, c.audio_head_dim))
-        return refusal(self.device, self.dtype, heads)
 
     def _stream(self, x: Tensor, constants: StreamConstants, fused: bool) -> ResidualStream:
         return ResidualStream(x, constants.timestep_index, self.config.norm_eps, fused)
