@@ -113,9 +113,9 @@ def show(demo: Path, what: str, path: Path, note: str = "") -> None:
 
 
 def show_pictures(demo: Path, server: ComfyServer, workflow: dict, run: Run) -> None:
-    pictures = saved_files(server.base, workflow, run, "SaveImage")
-    for what, picture in zip(("difference", "timeline"), pictures, strict=True):
-        show(demo, what, picture)
+    """By the names that the workflows save them under: the difference, and a timeline for each render."""
+    for picture in saved_files(server.base, workflow, run, "SaveImage"):
+        show(demo, picture.name.split("_")[0], picture)
 
 
 def text_to_video(demo: Path, server: ComfyServer, expected: str) -> None:
