@@ -27,7 +27,7 @@ from .step_runner import CUDA_GRAPH_MODES, ON_CAPTURE_FAILURE, StepRunner, check
 from .steps import Blend, StepConstants, StepInputs, StreamInputs, StreamRule, step_coefficients
 from .timing import Phase, Timeline
 from .transformer.inputs import ForwardConstants, StepModulation
-from .transformer.residual import OWNER
+from .transformer.residual import TRITON_OWNER
 from .triton_use import note_first_use
 
 __all__ = ["SampleRequest", "SampleResult", "TextFeatures", "denoise", "fix_batching", "prepare", "sample"]
@@ -184,7 +184,7 @@ def prepare(
             compatibility=request.compatibility,
         )
         if forward.fused:
-            note_first_use(OWNER, timeline, "prepare.constants")
+            note_first_use(TRITON_OWNER, timeline, "prepare.constants")
         else:
             notes += _why_plain(device, transformer.fused_refusal())
         batched = True

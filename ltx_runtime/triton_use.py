@@ -125,15 +125,15 @@ def _numbers_and_kinds(args: tuple[Tensor | float | None, ...]) -> tuple[list[fl
     return numbers, tuple(kinds)
 
 
-def try_triton(launch: Callable[[], None], owner: str, kernel: str, device: torch.device) -> bool:
-    """Run what launches a kernel for tensors on this device; False, and from then on a refusal for its owner, where it
+def try_triton(run: Callable[[], None], owner: str, kernel: str, device: torch.device) -> bool:
+    """Run what launches kernels for tensors on this device; False, and from then on a refusal for its owner, where it
     can't be built: for all owners where the machine is why.
 
     kernel: its name, for the log.
     """
     try:
         with on_device(device):
-            launch()
+            run()
     except Exception as error:
         if is_out_of_memory(error):  # of the tensors, or of the kernel's own code
             raise

@@ -469,3 +469,14 @@ def test_a_plan_knows_what_its_recording_takes(plain, kind):
     tiles = AskedSizes(tile_size=192, temporal_size=64, temporal_overlap=16)
     tiled = plain.plan(shape, free_bytes=1 << 50, sizes=tiles)
     assert tiled.tiling and 0 < tiled.recording_bytes < whole.recording_bytes
+
+
+def test_room_is_asked_for_a_recording_only_as_far_as_none_is_held(plain, monkeypatch):
+    """Those that are held are replayed or make way: asked for again, their memory would cost another model its place."""
+    shape = (1, plain.config.latent_channels, 3, 4, 4)
+    least, recorded = plain.exact_bytes(shape), plain.exact_bytes(shape, recorded=True)
+    assert recorded > least
+    for held, asked in ((1, recorded - 1), (recorded - least, least), (1 << 50, least)):
+        monkeypatch.setattr(type(plain.graphs), "device_bytes", held)
+        assert plain.exact_bytes(shape, recorded=True) == asked
+        assert plain.exact_bytes(shape) == least

@@ -22,7 +22,7 @@ from ..triton_use import triton_refusal, try_triton
 from .adaln import modulate, token_row
 
 # Whose kernels these are, for triton_use.
-OWNER = "denoiser"
+TRITON_OWNER = "denoiser"
 
 Modulation = tuple[Tensor, Tensor]  # scale, stored as 1 + scale, and shift: tables (U, width)
 
@@ -88,9 +88,9 @@ def refusal(device: torch.device, dtype: torch.dtype, heads: tuple[tuple[int, in
 
     heads: of each stream, their number and size; together they are as wide as the stream.
     """
-    reason = triton_refusal(device, dtype, OWNER)
+    reason = triton_refusal(device, dtype, TRITON_OWNER)
     if reason is None and not _run(device, dtype, heads):
-        return triton_refusal(device, dtype, OWNER)
+        return triton_refusal(device, dtype, TRITON_OWNER)
     return reason
 
 
@@ -98,7 +98,7 @@ def refusal(device: torch.device, dtype: torch.dtype, heads: tuple[tuple[int, in
 @functools.cache
 def _run(device: torch.device, dtype: torch.dtype, heads: tuple[tuple[int, int], ...]) -> bool:
     return try_triton(
-        lambda: _probe(device, dtype, heads), OWNER, "residual, norm, modulation, attention", device
+        lambda: _probe(device, dtype, heads), TRITON_OWNER, "residual, norm, modulation, attention", device
     )
 
 

@@ -133,7 +133,8 @@ class VideoVAE(ResidentModule):
         if not recorded:
             return least
         plan = self._decoding.plan(shape, item_bytes=self._item_bytes, free_bytes=least, asked=sizes)
-        return least + plan.recording_bytes
+        # Recordings that are held are replayed, or make way.
+        return least + max(0, plan.recording_bytes - self.graphs.device_bytes)
 
     def overlaps(self, latent_shape: Sequence[int], plan: DecodePlan) -> TileOverlaps | None:
         """Where the tiles of a plan for a latent of this shape overlap in its frames; None without tiles.

@@ -3,25 +3,13 @@
 //   node thumbnails.mjs '{"url", "browser", "playwright", "width", "height", "quality", "files": [[workflow.json, picture.jpg]]}'
 //
 // make_thumbnails.py starts it.
-import { createRequire } from 'node:module';
 import { readFile, writeFile } from 'node:fs/promises';
-import path from 'node:path';
+
+import { launch, newPage } from './chromium.mjs';
 
 const options = JSON.parse(process.argv[2]);
-const { chromium } = createRequire(path.join(options.playwright, 'package.json'))('playwright-core');
-
-const browser = await chromium.launch({
-  executablePath: options.browser,
-  args: [
-    '--no-sandbox', '--disable-gpu', '--disable-dev-shm-usage', '--disable-quic', '--no-first-run', '--disable-sync',
-    '--disable-background-networking', '--disable-component-update',
-    '--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1',
-  ],
-});
-const page = await browser.newPage({ viewport: { width: 2200, height: 1300 } });
-page.setDefaultTimeout(120_000);
-await page.route('**/*', (route) =>
-  new URL(route.request().url()).hostname === '127.0.0.1' ? route.continue() : route.abort());
+const browser = await launch(options);
+const page = await newPage(browser, 2200, 1300);
 await page.goto(options.url);
 await page.waitForFunction(() => window.app?.graph && window.app.extensionManager);
 

@@ -4,23 +4,14 @@
 //   node timeline.mjs '{"url", "browser", "playwright", "artifacts", "frontend", "workflow", "hold"}'
 //
 // workflow: a UI workflow with all the nodes that show a timeline. hold: the file by which the test pack makes a render wait. Prints one JSON object, which test_widget.py judges. Screenshots go to artifacts.
-import { createRequire } from 'node:module';
 import { rename, rm, writeFile } from 'node:fs/promises';
 import path from 'node:path';
 
-const options = JSON.parse(process.argv[2]);
-const { chromium } = createRequire(path.join(options.playwright, 'package.json'))('playwright-core');
+import { launch, newPage } from './chromium.mjs';
 
-const browser = await chromium.launch({
-  executablePath: options.browser,
-  args: [
-    '--no-sandbox', '--disable-gpu', '--disable-dev-shm-usage', '--disable-quic', '--no-first-run', '--disable-sync',
-    '--disable-background-networking', '--disable-component-update',
-    '--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1',
-  ],
-});
-const page = await browser.newPage({ viewport: { width: 1500, height: 1000 } });
-page.setDefaultTimeout(120_000); // other builds may keep the machine busy
+const options = JSON.parse(process.argv[2]);
+const browser = await launch(options);
+const page = await newPage(browser, 1500, 1000);
 const problems = [];
 const ours = (text) => /ltxg|LTXGraph/.test(text ?? '');
 page.on('pageerror', (error) => problems.push(`${error.message} ${error.stack}`));
@@ -32,8 +23,6 @@ page.on('console', (message) => {
 page.on('response', (answer) => {
   if (answer.status() >= 400 && ours(answer.url())) problems.push(`${answer.status()} ${answer.url()}`);
 });
-await page.route('**/*', (route) =>
-  new URL(route.request().url()).hostname === '127.0.0.1' ? route.continue() : route.abort());
 
 async function ready() {
   // After a reload the last workflow is opened again.

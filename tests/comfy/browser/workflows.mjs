@@ -3,27 +3,15 @@
 //   node workflows.mjs '{"url", "browser", "playwright", "artifacts", "workflows": [{"name", "id", "nodes", "run"}]}'
 //
 // Prints one JSON object: workflow name -> {hasPicture, missing, complaint, api, outcome, error}. test_browser.py starts it.
-import { createRequire } from 'node:module';
 import path from 'node:path';
 
-const options = JSON.parse(process.argv[2]);
-const { chromium } = createRequire(path.join(options.playwright, 'package.json'))('playwright-core');
+import { launch, newPage } from './chromium.mjs';
 
-// This machine may have no way out, and the page asks for pages outside: every such connection must fail at once.
-const browser = await chromium.launch({
-  executablePath: options.browser,
-  args: [
-    '--no-sandbox', '--disable-gpu', '--disable-dev-shm-usage', '--disable-quic', '--no-first-run', '--disable-sync',
-    '--disable-background-networking', '--disable-component-update',
-    '--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1',
-  ],
-});
+const options = JSON.parse(process.argv[2]);
+const browser = await launch(options);
 
 async function openPage() {
-  const page = await browser.newPage({ viewport: { width: 2400, height: 1100 } });
-  page.setDefaultTimeout(120_000); // a busy machine of two cores, which the server shares
-  await page.route('**/*', (route) =>
-    new URL(route.request().url()).hostname === '127.0.0.1' ? route.continue() : route.abort());
+  const page = await newPage(browser, 2400, 1100);
   await page.goto(options.url);
   await page.waitForFunction(() => window.app?.graph && window.app.extensionManager);
   return page;
