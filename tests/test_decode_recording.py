@@ -472,7 +472,8 @@ def test_a_plan_knows_what_its_recording_takes(plain, kind):
 
 
 def test_room_is_asked_for_a_recording_only_as_far_as_none_is_held(plain, monkeypatch):
-    """Those that are held are replayed or make way: asked for again, their memory would cost another model its place."""
+    """Those that are held are replayed or make way: asked for again, their memory would cost another model its
+    place."""
     shape = (1, plain.config.latent_channels, 3, 4, 4)
     least, recorded = plain.exact_bytes(shape), plain.exact_bytes(shape, recorded=True)
     assert recorded > least
